@@ -8,3 +8,28 @@ name's existence and signature, and nowhere else.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
+# Which device an event of the profiler is of.
+from torch.autograd import DeviceType
+from torch.profiler import profile
+
+
+def allocations(profiled: profile) -> Iterator[int]:
+    """Bytes of each allocation (positive) and free (negative) on the CPU, in the order of time.
+
+    The public ways to the same events add them up by op, which loses the order and with it the
+    peak.
+
+    Raises:
+        RuntimeError: ``profiled`` has not run, or has not ended.
+    """
+    results = profiled.profiler.kineto_results if profiled.profiler else None
+    if results is None:
+        raise RuntimeError("a profiler has events only once its with-block has ended")
+    events: list[Any] = results.events()  # torch's stub of the event lacks its memory fields
+    memory = [event for event in events if event.name() == "[memory]"]
+    for event in sorted(memory, key=lambda event: event.start_ns()):
+        if event.device_type() == DeviceType.CPU:
+            yield event.nbytes()
