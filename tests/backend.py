@@ -1,0 +1,52 @@
+"""The one place that says which backend the end-to-end tests compile with.
+
+``STREAMBP_TEST_BACKEND=aot_eager`` checks the tests themselves against another right backend; tests
+that read the report are skipped then.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+BACKEND = os.environ.get("STREAMBP_TEST_BACKEND", "streambp")
+
+needs_report = pytest.mark.skipif(BACKEND != "streambp", reason="only streambp writes a report")
+
+
+def streamed(
+    function: Callable[..., Any], *, dynamic: bool | None = None, **options: Any
+) -> Callable[..., Any]:
+    """``function`` compiled with the backend under test, starting from an empty Dynamo cache.
+
+    Loop bodies run eagerly unless ``compile_bodies=True`` is among ``options``.
+    """
+    torch._dynamo.reset()
+    if BACKEND != "streambp":
+        return torch.compile(function, backend=BACKEND, dynamic=dynamic)
+    options = {"compile_bodies": False, **options}
+    return torch.compile(function, backend=BACKEND, dynamic=dynamic, options=options)
+
+
+def last_report() -> Any:
+    """The report of the last compilation."""
+    import streambp_fx
+
+    return streambp_fx.last_report()
+
+
+def assert_streamed_whole() -> None:
+    """Fail if the last compilation left anything unstreamed, or streamed nothing.
+
+    Does nothing with a stand-in backend.
+    """
+    if BACKEND != "streambp":
+        return
+    report = last_report()
+    reasons = "\n".join(f"{b.op} at {b.source}: {b.reason}" for b in report.barriers)
+    assert not report.barriers, f"left unstreamed:\n{reasons}"
+    assert report.loops, "nothing was streamed"

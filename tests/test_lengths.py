@@ -1,0 +1,87 @@
+"""A new length compiles nothing new once the length is dynamic, and is right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.backend import streamed
+from tests.models import build, make_batch, make_dtype_preserving
+from tests.oracle import assert_same_step, run
+from tests.watch import count_compiles
+
+CHUNK = 16
+# Below one chunk, exactly one, ragged, whole, and long beyond the first; none is repeated.
+LENGTHS = [5, 11, 16, 17, 23, 31, 32, 47, 64, 129]
+SLOW = pytest.mark.slow
+
+
+def _check_lengths(
+    name: str,
+    first: list[int],
+    *,
+    dynamic: bool | None,
+    compile_bodies: bool,
+    mark: Callable[[dict[str, Any]], None] = lambda batch: None,
+) -> None:
+    """Compile with the lengths ``first``; then each of `LENGTHS` is exact and compiles nothing."""
+    model = make_dtype_preserving(build(name))
+    function = streamed(model, dynamic=dynamic, chunk_size=CHUNK, compile_bodies=compile_bodies)
+    for length in first:
+        batch = make_batch(2, length)
+        mark(batch)
+        run(model, batch, function)
+    for length in LENGTHS:
+        batch = make_batch(2, length)
+        with count_compiles() as compiles:
+            got = run(model, batch, function)
+        assert_same_step(got, run(model, batch))
+        assert (compiles.frames, compiles.bodies) == (0, 0), f"length {length} compiled anew"
+
+
+@pytest.mark.parametrize("compile_bodies", [False, pytest.param(True, marks=SLOW)])
+@pytest.mark.parametrize("name", ["nanogpt", "llama", pytest.param("gpt2", marks=SLOW)])
+def test_dynamic_length_compiles_once(name: str, compile_bodies: bool) -> None:
+    # The first length has whole chunks and a ragged one: with bodies compiled, both variants.
+    _check_lengths(name, [41], dynamic=True, compile_bodies=compile_bodies)
+
+
+@pytest.mark.parametrize("name", ["nanogpt", pytest.param("llama", marks=SLOW)])
+def test_automatic_dynamic_length_compiles_twice(name: str) -> None:
+    _check_lengths(name, [41, 57], dynamic=None, compile_bodies=False)
+
+
+def test_length_marked_dynamic_compiles_once() -> None:
+    def mark(batch: dict[str, Any]) -> None:
+        for value in batch.values():
+            torch._dynamo.mark_dynamic(value, 1)
+
+    _check_lengths("nanogpt", [41], dynamic=None, compile_bodies=False, mark=mark)
+
+
+def test_twenty_lengths_compile_a_bounded_number_of_times() -> None:
+    model = make_dtype_preserving(build("nanogpt"))
+    function = streamed(model, chunk_size=CHUNK)
+    with count_compiles() as compiles:
+        for length in range(100, 140, 2):
+            run(model, make_batch(1, length), function)
+    assert 0 < compiles.frames <= 4, "at most one static and one dynamic frame and graph"
+
+
+@pytest.mark.parametrize("length", [63, 64, 65, 66])
+def test_dynamic_length_near_a_chunk_multiple(length: int) -> None:
+    model = make_dtype_preserving(build("nanogpt"))
+    batch = make_batch(1, length)
+    got = run(model, batch, streamed(model, dynamic=True, chunk_size=CHUNK))
+    assert_same_step(got, run(model, batch))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_length_two_and_one_token_of_loss(dynamic: bool | None) -> None:
+    model = make_dtype_preserving(build("nanogpt"))
+    batch = make_batch(2, 2, ignored=0.0)
+    got = run(model, batch, streamed(model, dynamic=dynamic, chunk_size=CHUNK))
+    assert_same_step(got, run(model, batch))
