@@ -11,9 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+# Importing it fills torch.ops.prims: iota, convert_element_type, and Inductor's own fma.
+from torch._inductor import inductor_prims
+
+# What an op overload is, to tell it from other callables.
+from torch._ops import OpOverload
+
 # Which device an event of the profiler is of.
 from torch.autograd import DeviceType
 from torch.profiler import profile
+
+__all__ = ["DeviceType", "OpOverload", "allocations", "inductor_prims"]
 
 
 def allocations(profiled: profile) -> Iterator[int]:

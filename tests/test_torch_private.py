@@ -17,7 +17,7 @@ from streambp_fx import _torch
 PARAMETERS: dict[str, tuple[str, ...]] = {}
 """For each function of `_torch`: the names of the parameters that the project passes."""
 
-NO_SIGNATURE = {"DeviceType", "profile"}
+NO_SIGNATURE = {"DeviceType", "OpOverload", "inductor_prims", "profile"}
 """Classes, constants and bound C++ names: that they exist is all that can be asked of them."""
 
 
