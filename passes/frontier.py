@@ -1,0 +1,209 @@
+"""From which few bytes can an output be computed again?
+
+Glossary
+--------
+inside
+    The nodes that are run again: the output and what lies between it and the frontier.
+frontier
+    The activations that the inside reads. Graph inputs are read too but cost nothing: the caller
+    holds the parameters and the token ids anyway.
+
+The walk starts at the output and takes the latest node of the frontier inside, as long as that
+node can be run again (no random numbers, nothing changed in place) and at most one matrix product
+is inside. For logits it passes scale, softcap and casts, the head's product, and then the final
+norm, where bytes no longer fall. Without the limit it would end at the token ids, 0 bytes, with
+the whole model inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from streambp_fx._torch import HigherOrderOperator, TorchDispatchMode, pytree
+
+from .placement import hint_of, product, same_size
+
+aten = torch.ops.aten
+INPUTS = ("placeholder", "get_attr")
+_PRODUCTS = frozenset(
+    {
+        aten.mm.default,
+        aten.addmm.default,
+        aten.bmm.default,
+        aten.baddbmm.default,
+        aten.convolution.default,
+    }
+)
+
+
+def example_of(node: Node) -> Any:
+    """The fake value of a node of a Dynamo graph."""
+    return node.meta.get("example_value")
+
+
+def byte_hint(value: Any) -> int:
+    """The bytes of the tensors in ``value`` at the traced sizes; adds no guard."""
+    tensors = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return sum(hint_of(product(tensor.shape)) * tensor.element_size() for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """A set of activations from which ``output`` can be computed.
+
+    nodes, inputs and inside are in graph order; nodes are tensor- or integer-valued.
+    """
+
+    output: Node
+    nodes: tuple[Node, ...]
+    inputs: tuple[Node, ...]
+    inside: tuple[Node, ...]
+
+    def bytes(self, kept: Mapping[Node, Any]) -> int:
+        """What holding it costs when the nodes of ``kept`` are held already."""
+        return sum(byte_hint(example_of(node)) for node in self.nodes if node not in kept)
+
+
+def itself(output: Node) -> Frontier:
+    """The frontier that is the output."""
+    return Frontier(output, (output,), (), ())
+
+
+def cheapest_frontier(output: Node, order: Mapping[Node, int]) -> Frontier | None:
+    """The frontier of ``output`` with the fewest bytes, or ``None`` if none has fewer than it."""
+    best: Frontier | None = None
+    best_bytes = byte_hint(example_of(output))
+    inside: list[Node] = []
+    frontier = {output}
+    inputs: set[Node] = set()
+    products = 0
+    while frontier:
+        latest = max(frontier, key=order.__getitem__)
+        ops = ops_of(latest)
+        if ops is None or not _repeatable(latest, ops):
+            break
+        products += is_product(ops)
+        if products > 1:
+            break
+        frontier.remove(latest)
+        inside.append(latest)
+        for node in latest.all_input_nodes:
+            (inputs if node.op in INPUTS else frontier).add(node)
+        values = [example_of(node) for node in frontier]
+        if not all(isinstance(value, Tensor | torch.SymInt | int) for value in values):
+            continue
+        size = sum(byte_hint(value) for value in values)
+        if size < best_bytes:
+            best_bytes = size
+            best = Frontier(
+                output,
+                tuple(sorted(frontier, key=order.__getitem__)),
+                tuple(sorted(inputs, key=order.__getitem__)),
+                tuple(reversed(inside)),
+            )
+    return best
+
+
+class _Record(TorchDispatchMode):
+    """Remembers the ops that run under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def ops_of(node: Node) -> list[Any] | None:
+    """The op overloads that a node runs, found by running it on its fake arguments; ``None`` for
+    a node that is not a plain call on known values."""
+    if node.op not in ("call_function", "call_method"):
+        return None
+    if isinstance(node.target, HigherOrderOperator):
+        return None
+    values = [example_of(input_node) for input_node in node.all_input_nodes]
+    fakes = [value for value in (example_of(node), *values) if hasattr(value, "fake_mode")]
+    if example_of(node) is None or not fakes or any(value is None for value in values):
+        return None
+    fake_mode = fakes[0].fake_mode
+    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), example_of)
+    with torch.no_grad(), fake_mode, _Record() as record:
+        if isinstance(node.target, str):
+            getattr(args[0], node.target)(*args[1:], **kwargs)
+        else:
+            node.target(*args, **kwargs)
+    return record.ops
+
+
+def is_product(ops: list[Any]) -> bool:
+    """Whether a node that runs ``ops`` costs what a matrix product costs, or may do so."""
+    return any(
+        op in _PRODUCTS or op.namespace not in ("aten", "prims") or "attention" in str(op)
+        for op in ops
+    )
+
+
+def _repeatable(node: Node, ops: list[Any]) -> bool:
+    """Whether running the node again, later, gives the same result."""
+    # Dynamo ran the graph's in-place ops on these fake tensors; their version counters, which
+    # views share, tell which of them were changed.
+    tensors = [
+        value
+        for value in map(example_of, (node, *node.all_input_nodes))
+        if isinstance(value, Tensor) and not value.is_inference()
+    ]
+    if any(tensor._version for tensor in tensors):
+        return False
+    return not any(torch.Tag.nondeterministic_seeded in op.tags for op in ops)
+
+
+def is_rowwise(frontier: Frontier) -> bool:
+    """Whether each row (all dims but the last) of the output depends on one row of the frontier.
+
+    Proven for chains of ``linear`` and pointwise ops that leave the shape up to the last dim as it
+    is; ``False`` for everything else.
+    """
+    if len(frontier.nodes) != 1 or not isinstance(example_of(frontier.nodes[0]), Tensor):
+        return False
+    rows = example_of(frontier.nodes[0]).shape[:-1]
+    activations = {frontier.nodes[0], *frontier.inside}
+    return all(_keeps_rows(node, rows, activations) for node in frontier.inside)
+
+
+def _keeps_rows(node: Node, rows: torch.Size, activations: set[Node]) -> bool:
+    value = example_of(node)
+    if not isinstance(value, Tensor) or value.ndim != len(rows) + 1:
+        return False
+    if not all(same_size(a, b) for a, b in zip(value.shape, rows, strict=False)):
+        return False
+    if node.target is torch.nn.functional.linear:
+        return len(node.args) > 0 and set(node.all_input_nodes) & activations == {node.args[0]}
+    pointwise = all(
+        op is aten._to_copy.default or torch.Tag.pointwise in op.tags for op in ops_of(node) or ()
+    )
+    others = [example_of(other) for other in node.all_input_nodes if other not in activations]
+    # A tensor with at most one dim broadcasts along the last dim, the same for every row.
+    return pointwise and all(not isinstance(other, Tensor) or other.ndim <= 1 for other in others)
+
+
+def extract(frontier: Frontier, owner: GraphModule) -> GraphModule:
+    """A module that maps ``(*frontier.nodes, *frontier.inputs)`` to the output."""
+    graph = Graph()
+    copies: dict[Node, Node] = {}
+    for node in (*frontier.nodes, *frontier.inputs):
+        copies[node] = (
+            graph.node_copy(node) if node.op == "get_attr" else graph.placeholder(node.name)
+        )
+    for node in frontier.inside:
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].meta = {}
+    graph.output(copies[frontier.output])
+    return GraphModule(owner, graph, class_name="DeferredOutput")
