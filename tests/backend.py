@@ -19,13 +19,19 @@ needs_report = pytest.mark.skipif(BACKEND != "streambp", reason="only streambp w
 
 
 def streamed(
-    function: Callable[..., Any], *, dynamic: bool | None = None, **options: Any
-) -> Callable[..., Any]:
-    """``function`` compiled with the backend under test, starting from an empty Dynamo cache.
+    function: Callable[..., Any],
+    *,
+    dynamic: bool | None = None,
+    fresh: bool = True,
+    **options: Any,
+) -> Any:
+    """``function`` compiled with the backend under test; a module stays one.
 
-    Loop bodies run eagerly unless ``compile_bodies=True`` is among ``options``.
+    Starts from an empty Dynamo cache if ``fresh``. Loop bodies run eagerly unless
+    ``compile_bodies=True`` is among ``options``.
     """
-    torch._dynamo.reset()
+    if fresh:
+        torch._dynamo.reset()
     if BACKEND != "streambp":
         return torch.compile(function, backend=BACKEND, dynamic=dynamic)
     options = {"compile_bodies": False, **options}

@@ -1,12 +1,12 @@
 """The zoo: tiny random-weight causal language models by name, and batches for them.
 
-Every model takes ``input_ids`` and ``labels`` by keyword, has `VOCAB` tokens, and is built in under a
-second. `loss_of` gets the loss out of whatever a model returns.
+Every model takes ``input_ids`` and ``labels`` by keyword, has `VOCAB` tokens, and is built in under
+a second. `loss_of` gets the loss out of whatever a model returns.
 
 Tolerance. Transformers' models upcast norms, rotary angles and the loss to float32, so that in
 float64 two right programs differ by about 1e-7. `make_dtype_preserving` answers each request for
-float32 with float64; with it every model of the zoo is compared to `EXACT` = 1e-10. It can not reach
-into recomputation in eager backward (the mode is gone by then), so tests with activation
+float32 with float64; with it every model of the zoo is compared to `EXACT` = 1e-10. It can not
+reach into recomputation in eager backward (the mode is gone by then), so tests with activation
 checkpointing compare to `UPCAST` = 1e-6, except for models that have no upcast (`OWN`).
 """
 
@@ -107,7 +107,7 @@ def build(name: str, *, seed: int = 0, **changes: Any) -> nn.Module:
 
 
 def from_transformers(family: str, settings: dict[str, Any]) -> nn.Module:
-    """The causal language model of ``family`` with random weights that are large enough to matter."""
+    """The causal language model of ``family`` with random weights large enough to matter."""
     config = getattr(transformers, f"{family}Config")(**settings)
     config._attn_implementation = "sdpa"
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"

@@ -19,7 +19,7 @@ LONGEST = 512
 
 
 class FusedAttention(nn.Module):
-    """Query, key and value from one projection; ``scaled_dot_product_attention(is_causal=True)``."""
+    """Query, key and value from one projection; fused attention with ``is_causal=True``."""
 
     def __init__(self, hidden: int = HIDDEN, heads: int = HEADS, dropout: float = 0.0) -> None:
         super().__init__()

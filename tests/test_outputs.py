@@ -1,0 +1,144 @@
+"""Outputs beside the loss: logits on demand, a cache on request, and neither in memory unasked."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.backend import needs_report, streamed
+from tests.models import build, make_batch, make_dtype_preserving
+from tests.oracle import assert_same_step, run
+from tests.own_models import LogitsOnly
+from tests.watch import assert_no_allocation_of
+
+CHUNK = 8
+LENGTH = 21
+
+
+def _llama() -> nn.Module:
+    return make_dtype_preserving(build("llama"))
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "cohere"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_logits_equal_eager(name: str, batch: int) -> None:
+    model = make_dtype_preserving(build(name))
+    data = make_batch(batch, LENGTH)
+    got = streamed(model, chunk_size=CHUNK)(**data).logits
+    want = model(**data).logits
+    assert got.shape == want.shape and got.dtype == want.dtype
+    torch.testing.assert_close(got + 0, want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("when", ["before backward", "after backward"])
+def test_token_accuracy_beside_the_loss(when: str) -> None:
+    model, data = _llama(), make_batch(2, LENGTH)
+    want = run(model, data)
+    right = model(**data).logits.argmax(-1)
+    out = streamed(model, chunk_size=CHUNK)(**data)
+    if when == "before backward":
+        torch.testing.assert_close(out.logits.argmax(-1), right)
+    out.loss.backward()
+    if when == "after backward":
+        torch.testing.assert_close(out.logits.argmax(-1), right)
+    grads = {name: weight.grad for name, weight in model.named_parameters()}
+    assert_same_step(type(want)(out.loss.detach(), grads), want)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.detach(),
+        lambda x: x.float(),
+        lambda x: x.to(torch.float32),
+        lambda x: x[:, -1],
+        lambda x: x.view(-1, x.shape[-1]),
+        lambda x: x.detach().cpu().numpy(),
+        lambda x: x.tolist(),
+    ],
+    ids=["detach", "float", "to", "index", "view", "numpy", "tolist"],
+)
+def test_logits_through_a_view_or_cast(view: object) -> None:
+    model, data = _llama(), make_batch(2, LENGTH)
+    want = view(model(**data).logits.detach())  # type: ignore[operator]
+    with torch.no_grad():
+        logits = streamed(model, chunk_size=CHUNK)(**data).logits
+        got = view(logits)  # type: ignore[operator]
+        got = got + 0 if isinstance(got, Tensor) else got
+    torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-7)
+
+
+@needs_report
+def test_unread_logits_are_not_built() -> None:
+    model = build("llama", vocab_size=512).eval()
+    data = make_batch(1, 512)
+    function = streamed(model, chunk_size=16)
+
+    def step() -> None:
+        with torch.no_grad():
+            function(**data)
+
+    step()
+    assert_no_allocation_of(step, 512 * 512)
+
+
+@needs_report
+def test_backward_through_deferred_logits_names_the_option() -> None:
+    """Dropping the second term silently would be a wrong gradient."""
+    out = streamed(_llama(), chunk_size=CHUNK)(**make_batch(2, LENGTH))
+    with pytest.raises(RuntimeError, match="keep_outputs"):
+        (out.loss + out.logits.pow(2).mean()).backward()
+
+
+@needs_report
+def test_logits_after_an_optimizer_step_raise() -> None:
+    """They would be another model's logits."""
+    model = _llama()
+    out = streamed(model, chunk_size=CHUNK)(**make_batch(2, LENGTH))
+    out.loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    with pytest.raises(RuntimeError, match=r"changed|modified|version"):
+        out.logits.sum()
+
+
+@needs_report
+def test_reading_the_cache_names_the_option() -> None:
+    out = streamed(_llama(), chunk_size=CHUNK)(**make_batch(2, LENGTH))
+    assert out.past_key_values is not None
+    with pytest.raises(RuntimeError, match="keep_outputs"):
+        out.past_key_values.layers[0].keys.sum()
+
+
+def test_kept_outputs_equal_eager() -> None:
+    model, data = _llama(), make_batch(2, LENGTH)
+    got = streamed(model, chunk_size=CHUNK, keep_outputs=True)(**data)
+    want = model(**data)
+    torch.testing.assert_close(got.logits, want.logits, rtol=1e-10, atol=1e-12)
+    for left, right in zip(got.past_key_values.layers, want.past_key_values.layers, strict=True):
+        torch.testing.assert_close(left.keys, right.keys, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(left.values, right.values, rtol=1e-10, atol=1e-12)
+
+
+def test_kept_logits_carry_gradients() -> None:
+    model, data = _llama(), make_batch(2, LENGTH)
+
+    def grads(function: object) -> list[Tensor]:
+        out = function(**data)  # type: ignore[operator]
+        loss = out.loss + out.logits.pow(2).mean()
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
+    got = grads(streamed(model, chunk_size=CHUNK, keep_outputs=True))
+    torch.testing.assert_close(got, grads(model), rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.parametrize("chunk", [CHUNK, 64])
+def test_model_that_returns_logits_only_trains_on_them(chunk: int) -> None:
+    """No loss in the graph: the caller's loss needs the logits and their gradient."""
+    torch.manual_seed(0)
+    model = LogitsOnly().double()
+    data = make_batch(2, LENGTH)
+    want = torch.autograd.grad(model(data["input_ids"]).pow(2).mean(), list(model.parameters()))
+    out = streamed(model, chunk_size=chunk, keep_outputs=True)(data["input_ids"])
+    got = torch.autograd.grad(out.pow(2).mean(), list(model.parameters()))
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-13)
