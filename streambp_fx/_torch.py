@@ -9,19 +9,90 @@ name's existence and signature, and nowhere else.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
+# Turns a Dynamo graph into forward and backward graphs, with compilers and a partitioner of ours.
+from torch._dynamo.backends.common import aot_autograd as aot_autograd
+
+# Names the origin of a body's own sizes.
+from torch._dynamo.source import ConstantSource as ConstantSource
+
+# Traces a function's forward and backward, as torch.compile does.
+from torch._functorch.aot_autograd import aot_function as aot_function
+
+# Marks a compiled function that takes its inputs as one list, which it may empty.
+from torch._functorch.aot_autograd import make_boxed_func as make_boxed_func
+
+# Merges common subexpressions of a joint graph.
+from torch._functorch.compile_utils import fx_graph_cse as fx_graph_cse
+
+# Cuts a joint graph into forward and backward by the values that are saved.
+from torch._functorch.partitioners import _extract_fwd_bwd_modules
+
+# The stock partitioner, for graphs that are not streamed.
+from torch._functorch.partitioners import default_partition as default_partition
+
+# Gives a compiled body the tracing context that Inductor reads its fake mode from.
+from torch._guards import TracingContext as TracingContext
+
+# Finds the fake tensor mode that a graph was traced with.
+from torch._guards import detect_fake_mode as detect_fake_mode
+from torch._guards import tracing as tracing
+
+# Inductor's settings, which are per thread.
+from torch._inductor import config as inductor_config
+
 # Importing it fills torch.ops.prims: iota, convert_element_type, and Inductor's own fma.
-from torch._inductor import inductor_prims
+from torch._inductor import inductor_prims as inductor_prims
+
+# Compiles one graph below Dynamo and AOTAutograd.
+from torch._inductor.compile_fx import compile_fx_inner as compile_fx_inner
+
+# The decompositions that Inductor's graphs have been through.
+from torch._inductor.decomposition import select_decomp_table as select_decomp_table
+
+# Marks the operators that take subgraphs, which are not plain calls.
+from torch._ops import HigherOrderOperator as HigherOrderOperator
 
 # What an op overload is, to tell it from other callables.
-from torch._ops import OpOverload
+from torch._ops import OpOverload as OpOverload
+
+# Traces bodies with symbolic chunk sizes.
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+
+# The fake mode in which Dynamo recorded a node's example value.
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 
 # Which device an event of the profiler is of.
 from torch.autograd import DeviceType
+from torch.fx import GraphModule, Node
+from torch.fx.experimental import _config as symbolic_config
+from torch.fx.experimental.symbolic_shapes import DimDynamic as DimDynamic
+from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
 from torch.profiler import profile
 
-__all__ = ["DeviceType", "OpOverload", "allocations", "inductor_prims"]
+# Walks arguments in nested containers, as the dispatcher's callers do.
+from torch.utils import _pytree as pytree
+
+# Leaves the tracing modes that are active while AOTAutograd calls the partitioner.
+# Sees each op that runs in a with-block.
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+# Evaluates a size expression on a body's own symbols.
+from torch.utils._sympy.interp import sympy_interp as sympy_interp
+from torch.utils._sympy.printers import PythonPrinter as PythonPrinter
+from torch.utils._sympy.reference import PythonReferenceAnalysis as PythonReferenceAnalysis
+
+
+def op_database() -> list[Any]:
+    """PyTorch's OpInfo entries: sample inputs of each op.
+
+    Imported when asked for: it takes seconds, and test dependencies of torch (``expecttest``).
+    """
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    return list(op_db)
 
 
 def allocations(profiled: profile) -> Iterator[int]:
@@ -41,3 +112,25 @@ def allocations(profiled: profile) -> Iterator[int]:
     for event in sorted(memory, key=lambda event: event.start_ns()):
         if event.device_type() == DeviceType.CPU:
             yield event.nbytes()
+
+
+def constant_source(name: str) -> ConstantSource:
+    """The origin of a size that is not read from a user's input."""
+    return ConstantSource(name)
+
+
+def disable_current_modes() -> AbstractContextManager[Any]:
+    """Leave every active tracing mode for the length of a with-block."""
+    return _disable_current_modes()
+
+
+def backed_size_oblivious() -> AbstractContextManager[Any]:
+    """Trace sizes as if they could not be 0 or 1, without a guard that says so."""
+    return symbolic_config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+
+
+def extract_fwd_bwd_modules(
+    joint: GraphModule, saved: list[Node], sizes: list[Node], num_forward_outputs: int
+) -> tuple[GraphModule, GraphModule]:
+    """Cut ``joint`` into a forward that returns ``saved`` and a backward that takes them."""
+    return _extract_fwd_bwd_modules(joint, saved, sizes, num_fwd_outputs=num_forward_outputs)

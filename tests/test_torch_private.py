@@ -14,10 +14,14 @@ import pytest
 
 from streambp_fx import _torch
 
-PARAMETERS: dict[str, tuple[str, ...]] = {}
+PARAMETERS: dict[str, tuple[str, ...]] = {
+    "aot_function": ("fn", "fw_compiler", "bw_compiler", "decompositions"),
+    "make_boxed_func": ("f",),
+    "select_decomp_table": (),
+}
 """For each function of `_torch`: the names of the parameters that the project passes."""
 
-NO_SIGNATURE = {"DeviceType", "OpOverload", "inductor_prims", "profile"}
+NO_SIGNATURE = {"DeviceType", "OpOverload", "inductor_prims", "op_db", "profile"}
 """Classes, constants and bound C++ names: that they exist is all that can be asked of them."""
 
 

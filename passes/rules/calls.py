@@ -13,7 +13,7 @@ from .spec import Call
 aten = torch.ops.aten
 prims = torch.ops.prims
 
-# Creation ops and the position of their fill value, or the value itself.
+# Creation ops with their fill value, and those with the position of the argument that holds it.
 _FILLS: dict[Any, int | float] = {
     aten.zeros.default: 0.0,
     aten.zeros_like.default: 0.0,
@@ -70,7 +70,7 @@ def call_of(node: Node) -> Call:
         kwargs=dict(kwargs),
         tensors=tensors_in(args, kwargs),
         outputs=outputs_in(value(node)),
-        constant=_constants_of(node),
+        constant=constant_tensors(node),
     )
 
 
@@ -93,7 +93,7 @@ def constant_fill(node: Node) -> float | None:
     return float(fill) if isinstance(fill, (bool, int, float)) else None
 
 
-def _constants_of(node: Node) -> dict[int, float]:
+def constant_tensors(node: Node) -> dict[int, float]:
     """The tensors of a call that are filled with one constant, by their index in the call."""
     found: dict[int, float] = {}
     index = 0

@@ -156,7 +156,7 @@ def iota_spec(call: Call) -> Spec | None:
         changes = {"length": chunk.length, "start": start + step * chunk.start}
         return replaced(target, args, kwargs, changes)
 
-    return Spec((), (dims,), letters.sizes, rebuild=rebuild)
+    return Spec((), (dims,), letters.sizes, rebuild=rebuild, positional=True)
 
 
 @register_rule(aten.arange.start_step, aten.arange.start)
@@ -184,4 +184,4 @@ def arange_spec(call: Call) -> Spec | None:
         changes = {"start": first, "end": first + step * chunk.length}
         return replaced(target, args, kwargs, changes)
 
-    return Spec((), (dims,), letters.sizes, rebuild=rebuild)
+    return Spec((), (dims,), letters.sizes, rebuild=rebuild, positional=True)

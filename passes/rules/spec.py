@@ -91,6 +91,9 @@ class Spec:
     rebuild
         How the arguments change for a chunk; ``None`` where they need no change. Ops with literal
         sizes (``view``, ``expand``, ``full``, ``iota``) have one.
+    positional
+        Whether ``rebuild`` reads where the chunk starts, so that a chunk must be one stretch of
+        its letter (``iota``).
     """
 
     inputs: tuple[Dims, ...]
@@ -99,6 +102,7 @@ class Spec:
     whole: frozenset[Letter] = frozenset()
     sums: frozenset[Letter] = frozenset()
     rebuild: Rebuild | None = field(default=None, compare=False)
+    positional: bool = False
 
     def local_letters(self) -> list[Letter]:
         """The letters that can be streamed from inputs to outputs, in order of appearance."""

@@ -93,6 +93,7 @@ def repeat_spec(call: Call) -> Spec | None:
     letters = Letters()
     added = len(repeats) - source.dim()
     copies = [letters.one(f"r{index}", size) for index, size in enumerate(repeats)]
+    copied: list[Size] = [*([1] * added), *source.shape]
     inputs = letters.each("d", source.shape)
     outputs = (
         *copies[:added],
@@ -106,9 +107,12 @@ def repeat_spec(call: Call) -> Spec | None:
         output_shapes: Sequence[tuple[Size, ...] | None],
         chunk: Chunk,
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        # Of the two letters of an output dim one is chunked, and the other has its full size.
         counts = [
-            chunk.length if chunk.letter in copy else count
-            for copy, count in zip(copies, repeats, strict=True)
+            size // own if chunk.letter in copy else count
+            for size, own, copy, count in zip(
+                output_shapes[0] or (), copied, copies, repeats, strict=True
+            )
         ]
         return replaced(target, args, kwargs, {"repeats": counts})
 
