@@ -13,6 +13,7 @@ signed overflow as impossible and may drop the masks that would undo it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import SymInt, Tensor
@@ -43,7 +44,8 @@ def _uniform(
 ) -> Tensor:
     if seed.ndim != 0 or seed.dtype != torch.int64:
         raise ValueError(
-            f"streambp::uniform takes a 0-d int64 seed, got shape {tuple(seed.shape)} of {seed.dtype}"
+            "streambp::uniform takes a 0-d int64 seed, got one of shape "
+            f"{tuple(seed.shape)} and {seed.dtype}"
         )
     if len(size) != len(offset):
         raise ValueError(
@@ -90,17 +92,17 @@ def _hash_coordinates(seed: Tensor, size: Sequence[Size], offset: Sequence[Size]
     ndim = len(size)
     coordinates = []
     for dim, (length, start) in enumerate(zip(size, offset, strict=True)):
-        along = torch.arange(length, dtype=torch.int64, device=seed.device) + start
-        coordinates.append((along & _MASK).view([-1 if i == dim else 1 for i in range(ndim)]))
+        # torch's stubs do not know that SymInts are taken where ints are.
+        along = torch.arange(cast("int", length), dtype=torch.int64, device=seed.device)
+        words = (along + cast("int", start)) & _MASK
+        coordinates.append(words.view([-1 if i == dim else 1 for i in range(ndim)]))
     key = (seed & _MASK, (seed >> 32) & _MASK)
     # Four coordinates fill a counter. More dims are hashed four at a time, each hash keyed by the
     # one before: no product of sizes enters, which would differ from chunk to chunk.
     while len(coordinates) > _WORDS:
-        words = _philox(_counter(seed, coordinates[:_WORDS]), key)
-        key = (words[0], words[1])
+        key = _philox(_counter(seed, coordinates[:_WORDS]), key)[:2]
         coordinates = coordinates[_WORDS:]
-    words = _philox(_counter(seed, coordinates), key)
-    return words
+    return _philox(_counter(seed, coordinates), key)
 
 
 def _counter(seed: Tensor, coordinates: Sequence[Tensor]) -> Words:
