@@ -1,0 +1,283 @@
+"""Pass: find the streamed axis of every value by forward propagation.
+
+Given:  a normalised joint graph and the inputs' positions of the streamed axis
+Result: a `Kind` for every node and, where the axis is known, its `Streamed` position
+
+    h   [B,T,d]   STREAMED Streamed(1)         computed chunk by chunk inside a loop
+    dW  [n,d]     SUM                          the sum of per-chunk contributions
+    ids [B,T]     GLUE     Streamed(1)         computed once, outside loops; sliced where needed
+    W   [n,d]     GLUE     -                   has no streamed axis
+
+A position given to a GLUE value is a label that is always valid (any tensor is the concatenation
+of its slices); only a STREAMED value depends on a rule being right. An op without a rule, or one
+that mixes positions along the axis, is a barrier: it runs whole, outside loops, and is reported.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from enum import Enum
+
+import torch
+from torch.fx import Graph, Node
+
+from .extents import ExtentChange, extent_change
+from .placement import (
+    FULL,
+    Extent,
+    Size,
+    Streamed,
+    hint_of,
+    locate,
+    position_of,
+    product,
+    same_size,
+    source_of,
+    tensor_inputs,
+    value_of,
+)
+from .rules import call_of, rule_for
+from .rules.spec import Letter, Spec
+
+ATTENTION = torch.ops.streambp.attention.default
+ATTENTION_BACKWARD = torch.ops.streambp.attention_backward.default
+IOTA = torch.ops.prims.iota.default
+
+
+class Kind(Enum):
+    """How a value is computed."""
+
+    STREAMED = "streamed"
+    SUM = "sum"
+    GLUE = "glue"
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """An op that could not be streamed: what, where and why."""
+
+    op: str
+    source: str
+    reason: str
+    bytes: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.op}: {self.reason} ({self.source})"
+
+
+@dataclass
+class Step:
+    """How one STREAMED or SUM node is called for a chunk."""
+
+    spec: Spec | None = None
+    letter: Letter | None = None
+    change: ExtentChange | None = None
+
+
+@dataclass
+class Axes:
+    """What the pass found.
+
+    ``prologue`` nodes depend on no parameter and no activation; ``after_loop`` nodes are GLUE that
+    depends on something computed in a loop.
+    """
+
+    length: Size
+    kind: dict[Node, Kind] = field(default_factory=dict)
+    place: dict[Node, tuple[Streamed | None, ...]] = field(default_factory=dict)
+    step: dict[Node, Step] = field(default_factory=dict)
+    prologue: set[Node] = field(default_factory=set)
+    after_loop: set[Node] = field(default_factory=set)
+    barriers: list[Barrier] = field(default_factory=list)
+
+    def position(self, node: Node) -> Streamed | None:
+        """The position of a single-output node's streamed axis."""
+        places = self.place.get(node)
+        return places[0] if places else None
+
+    def in_loop(self, node: Node) -> bool:
+        """Whether the node is computed inside a loop."""
+        return self.kind.get(node, Kind.GLUE) is not Kind.GLUE
+
+
+def find_axes(
+    graph: Graph, length: Size, inputs: dict[Node, Streamed], parameters: set[Node]
+) -> Axes:
+    """Propagate the streamed axis from ``inputs`` through ``graph``.
+
+    Args:
+        graph: the normalised joint graph.
+        length: the length of the streamed axis, in tokens.
+        inputs: placeholders (data and tangents) that carry the axis.
+        parameters: placeholders that are parameters; what depends on none of them, nor on
+            floating data, is the prologue (masks, positions, labels) and never a barrier.
+    """
+    axes = Axes(length)
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            axes.kind[node] = Kind.GLUE
+            axes.place[node] = (inputs.get(node),)
+            value = value_of(node)
+            is_activation = (
+                isinstance(value, torch.Tensor)
+                and value.is_floating_point()
+                and inputs.get(node) is not None
+                and value.dim() >= 3
+            )
+            if node not in parameters and not is_activation:
+                axes.prologue.add(node)
+        elif node.op == "call_function":
+            _visit(axes, node)
+            if axes.kind[node] is Kind.GLUE and any(
+                axes.in_loop(arg) or arg in axes.after_loop for arg in node.all_input_nodes
+            ):
+                axes.after_loop.add(node)
+        elif node.op == "get_attr":
+            axes.kind[node] = Kind.GLUE
+            axes.prologue.add(node)
+    return axes
+
+
+def _visit(axes: Axes, node: Node) -> None:
+    axes.kind[node] = Kind.GLUE
+    axes.place[node] = (None,)
+    if all(arg in axes.prologue for arg in node.all_input_nodes):
+        axes.prologue.add(node)
+    if node.target is IOTA:
+        if same_size(value_of(node).shape[0], axes.length):
+            axes.place[node] = (Streamed(0),)
+        return
+    if node.target is operator.getitem:
+        _visit_getitem(axes, node)
+        return
+    sources = tensor_inputs(node)
+    live = [axes.position(source) if source in axes.place else None for source in sources]
+    prologue = node in axes.prologue
+    if not prologue and any(source not in axes.prologue for source in sources):
+        # Labels of prologue values are hints; they are aligned by index where they meet
+        # activations, so a label shift may not clash with the activations' extent.
+        streamed_activation = any(
+            place is not None and source not in axes.prologue
+            for place, source in zip(live, sources, strict=True)
+        )
+        if streamed_activation:
+            live = [
+                None if source in axes.prologue else place
+                for place, source in zip(live, sources, strict=True)
+            ]
+    if not any(place is not None for place in live):
+        return
+    if node.target in (ATTENTION, ATTENTION_BACKWARD):
+        _visit_attention(axes, node)
+        return
+    changed = extent_change(node, live)
+    if changed is not None:
+        place, change = changed
+        axes.place[node] = (place,)
+        if not prologue:
+            axes.kind[node] = Kind.STREAMED
+            axes.step[node] = Step(change=change)
+        return
+    reason = _apply_rule(axes, node, live, prologue)
+    if reason is not None and not prologue:
+        _barrier(axes, node, live, reason)
+
+
+def _apply_rule(
+    axes: Axes, node: Node, live: list[Streamed | None], prologue: bool
+) -> str | None:
+    """Place ``node`` by its rule; return why that is impossible, or ``None``."""
+    rule = rule_for(node.target)
+    if rule is None:
+        return "no rule for this op"
+    spec = rule(call_of(node))
+    if spec is None:
+        return "the op's rule does not cover this call"
+    letters: dict[Letter, Extent] = {}
+    for index, place in enumerate(live):
+        if place is None:
+            continue
+        found = locate(spec, spec.inputs[index], place, place.extent.length(axes.length))
+        if found is None:
+            return "the op splits or reinterprets the sequence axis"
+        spec, letter = found
+        if letters.setdefault(letter, place.extent) != place.extent:
+            return "its inputs cover different parts of the sequence (a shift between tokens)"
+    if len(letters) != 1:
+        return "two dims of its result run over the sequence"
+    letter, extent = next(iter(letters.items()))
+    if letter in spec.whole:
+        return "the op mixes tokens"
+    places = tuple(
+        None if dims is None else position_of(spec, dims, letter, extent) for dims in spec.outputs
+    )
+    if letter in spec.sums:
+        if not prologue:
+            axes.kind[node] = Kind.SUM
+            axes.step[node] = Step(spec, letter)
+        return None
+    if any(place is None for place, dims in zip(places, spec.outputs, strict=True) if dims is not None):
+        return "one of its results has no sequence axis"
+    axes.place[node] = places
+    if not prologue:
+        axes.kind[node] = Kind.STREAMED
+        axes.step[node] = Step(spec, letter)
+    return None
+
+
+def _barrier(axes: Axes, node: Node, live: list[Streamed | None], reason: str) -> None:
+    value = value_of(node)
+    size = 0
+    if isinstance(value, torch.Tensor):
+        size = hint_of(product(value.shape)) * value.element_size()
+        for place in live:
+            # Any label is valid for a whole value; the axis most likely stayed where it was.
+            if (
+                place is not None
+                and place.dim < value.dim()
+                and same_size(place.outer, 1)
+                and same_size(place.inner, 1)
+                and same_size(value.shape[place.dim], place.extent.length(axes.length))
+            ):
+                axes.place[node] = (place,)
+    axes.barriers.append(Barrier(str(node.target), source_of(node), reason, size))
+
+
+def _visit_getitem(axes: Axes, node: Node) -> None:
+    source, index = node.args
+    places = axes.place.get(source, (None,))  # type: ignore[arg-type]
+    if isinstance(index, int) and index < len(places):
+        axes.place[node] = (places[index],)
+    axes.kind[node] = axes.kind[source]  # type: ignore[index]
+    if source in axes.prologue:
+        axes.prologue.add(node)
+
+
+def attention_arguments(node: Node) -> dict[str, object]:
+    """The arguments of `streambp::attention` or its backward, by name."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    return {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+
+
+def _visit_attention(axes: Axes, node: Node) -> None:
+    """Query rows are streamed; keys and values are needed as past (causal) or whole."""
+    arguments = attention_arguments(node)
+    rows = ["query"] if node.target is ATTENTION else ["query", "grad_out", "out", "logsumexp"]
+    expected = Streamed(2)
+    for name in [*rows, "key", "value"]:
+        source = arguments[name]
+        place = axes.position(source) if isinstance(source, Node) else None
+        if place is None or not place.matches(expected):
+            axes.barriers.append(
+                Barrier(
+                    str(node.target),
+                    source_of(node),
+                    f"the sequence axis of {name} is not its third dim, in full",
+                )
+            )
+            return
+    count = 2 if node.target is ATTENTION else 3
+    axes.kind[node] = Kind.STREAMED
+    axes.place[node] = tuple(Streamed(2, 1, 1, FULL) for _ in range(count))
+    axes.step[node] = Step()

@@ -1,0 +1,418 @@
+"""Build the `BodyPlan` of one loop from the nodes it must produce.
+
+Given:  nodes to produce, all of one phase
+Result: a plan in which values made by loops are called for a chunk, values made outside are
+        operands (whole, or sliced where the chunk of a call needs a chunk of them), and cheap or
+        large values made outside (constants, expands, masks) are computed inside for the chunk,
+        so that neither a ``T x V`` constant nor a ``T x T`` mask ever exists
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, Protocol
+
+import torch
+from torch.fx import Node
+
+from .axes import ATTENTION, ATTENTION_BACKWARD, Axes, Kind, attention_arguments
+from .body import BodyCall, BodyPlan, Ref, Shape, along_of, map_args, size_key
+from .loops import Result
+from .placement import (
+    FULL,
+    Size,
+    Streamed,
+    expr_of,
+    hint_of,
+    locate,
+    position_of,
+    product,
+    same_size,
+    tensor_inputs,
+    value_of,
+)
+from .rules import call_of, rule_for
+from .rules.spec import Dims
+from .trace_body import LengthArg, OffsetArg, SizeArg
+
+aten = torch.ops.aten
+streambp = torch.ops.streambp
+QUERY_ROWS = Streamed(2)
+
+
+class RewriteError(RuntimeError):
+    """The analysis promised a rewrite that can not be built; the graph is left as it was."""
+
+
+class Outside(Protocol):
+    """What a body builder asks of the graph around the loop."""
+
+    def available(self, node: Node) -> bool:
+        """Whether the whole value of ``node`` exists already."""
+
+    def whole(self, node: Node) -> Node:
+        """The new graph's node with the whole value of ``node``."""
+
+    def buffer(self, like: Node, zero: bool, dtype: torch.dtype) -> Node:
+        """A new buffer with the shape of ``like``'s whole value."""
+
+    def symbol(self, name: str) -> Node:
+        """The new graph's node with the size ``name``."""
+
+
+class BodyBuilder:
+    """Collects one loop's calls and operands."""
+
+    def __init__(
+        self, axes: Axes, outside: Outside, backward: bool, accumulation: torch.dtype | None
+    ) -> None:
+        self.axes = axes
+        self.outside = outside
+        self.backward = backward
+        self.accumulation = accumulation
+        self.plan = BodyPlan()
+        self.made: dict[Node, Any] = {}
+        self.taken: dict[tuple[Any, ...], Ref] = {}
+
+    def build(self, nodes: list[Node], outputs: list[Node]) -> BodyPlan:
+        """Call ``nodes`` (topological order) and return ``outputs``."""
+        for node in nodes:
+            self.made[node] = self._make(node)
+        for node in outputs:
+            self._add_result(node)
+        self._add_symbols()
+        return self.plan
+
+    def _add_result(self, node: Node) -> None:
+        made = self.made[node]
+        if isinstance(made, Result):
+            self.plan.results.append(made)
+            return
+        place = self.axes.position(node)
+        if place is None:
+            raise RewriteError(f"{node}: a loop's result without a sequence axis")
+        self.plan.outputs.append(made)
+        self.plan.results.append(Result(along=along_of(place)))
+
+    def _make(self, node: Node) -> Any:
+        if node.target is operator.getitem:
+            source = self.made[node.args[0]]  # type: ignore[index]
+            if isinstance(source, tuple):
+                return source[node.args[1]]  # type: ignore[index]
+            return self._call(operator.getitem, (source, node.args[1]), node)
+        if node.target is ATTENTION:
+            return self._attention(node)
+        if node.target is ATTENTION_BACKWARD:
+            return self._attention_backward(node)
+        step = self.axes.step[node]
+        if step.change is not None:
+            return self._change_extent(node)
+        if step.spec is None or step.letter is None:
+            raise RewriteError(f"{node}: no rule was recorded for it")
+        refs = self._arguments(node, step.spec.inputs, step.letter, step.spec)
+        if self.axes.kind[node] is Kind.SUM:
+            return self._sum(node, refs)
+        args, kwargs = refs
+        return self.plan.add_call(
+            BodyCall(
+                node.target, args, kwargs, self._shapes(node), step.spec.rebuild, step.letter
+            )
+        )
+
+    def _call(self, target: Any, args: tuple[Any, ...], node: Node | None = None) -> Ref:
+        shapes = self._shapes(node) if node is not None else ()
+        return self.plan.add_call(BodyCall(target, args, {}, shapes))
+
+    def _shapes(self, node: Node) -> tuple[Shape | None, ...]:
+        values = value_of(node)
+        places = self.axes.place[node]
+        values = values if isinstance(values, (tuple, list)) else (values,)
+        places = places if len(places) == len(values) else (None,) * len(values)
+        return tuple(
+            _shape(value, place) if isinstance(value, torch.Tensor) else None
+            for value, place in zip(values, places, strict=True)
+        )
+
+    def _arguments(self, node: Node, dims: tuple[Dims, ...], letter: str, spec: Any) -> Any:
+        """The arguments of a call, every tensor replaced by the chunk or the whole it needs."""
+        remaining = iter(dims)
+        extent = self._extent(node)
+
+        def change(arg: Node) -> Any:
+            if not isinstance(value_of(arg), torch.Tensor):
+                return self._size_argument(arg)
+            at = position_of(spec, next(remaining), letter, extent)
+            return self.whole(arg) if at is None else self.chunk(arg, at)
+
+        args = map_args(node.args, change)
+        kwargs = map_args(dict(node.kwargs), change)
+        return args, kwargs
+
+    def _extent(self, node: Node) -> Any:
+        """The part of the sequence that a loop node works on."""
+        for place in self.axes.place[node]:
+            if place is not None:
+                return place.extent
+        for source in tensor_inputs(node):
+            place = self.axes.position(source)
+            if place is not None and self.axes.in_loop(source):
+                return place.extent
+        for source in tensor_inputs(node):
+            place = self.axes.position(source)
+            if place is not None:
+                return place.extent
+        return FULL
+
+    def _size_argument(self, arg: Node) -> Any:
+        value = value_of(arg)
+        if isinstance(value, torch.SymInt):
+            return SizeArg(size_key(value))
+        if isinstance(value, (int, float, bool)):
+            return value
+        raise RewriteError(f"{arg}: an argument that is neither a tensor nor a size")
+
+    # Values from outside
+
+    def chunk(self, arg: Node, at: Streamed) -> Ref:
+        """The chunk of ``arg`` at position ``at``."""
+        if arg in self.made:
+            place = self.axes.position(arg)
+            if place is None or not place.matches(at):
+                raise RewriteError(f"{arg}: needed along another dim than it is streamed")
+            made: Ref = self.made[arg]
+            return made
+        key = (arg, at.key())
+        if key not in self.taken:
+            pulled = None if self.outside.available(arg) else self._pull(arg, at)
+            self.taken[key] = (
+                self.plan.add_operand(self.outside.whole(arg), at) if pulled is None else pulled
+            )
+        return self.taken[key]
+
+    def whole(self, arg: Node) -> Ref:
+        """All of ``arg``; a constant is made inside."""
+        if arg in self.made:
+            raise RewriteError(f"{arg}: needed whole by the loop that computes it")
+        key = (arg, None)
+        if key not in self.taken:
+            if _is_scalar_constant(arg):
+                self.taken[key] = self.plan.add_call(
+                    BodyCall(arg.target, arg.args, dict(arg.kwargs), ())
+                )
+            else:
+                self.taken[key] = self.plan.add_operand(self.outside.whole(arg), None)
+        return self.taken[key]
+
+    def _pull(self, arg: Node, at: Streamed) -> Ref | None:
+        """Compute the chunk of a value from outside inside the loop, or ``None`` to slice it."""
+        if arg.op != "call_function" or arg.target is operator.getitem:
+            return None
+        rule = rule_for(arg.target)
+        spec = rule(call_of(arg)) if rule is not None else None
+        dims = spec.outputs[0] if spec is not None and len(spec.outputs) == 1 else None
+        if spec is None or dims is None:
+            return None
+        found = locate(spec, dims, at, at.extent.length(self.axes.length))
+        if found is None or found[1] in found[0].whole:
+            return None
+        spec, letter = found
+        positions = [position_of(spec, source, letter, at.extent) for source in spec.inputs]
+        if any(position is not None for position in positions) and not self._is_wide(arg, at):
+            return None
+        remaining = iter(positions)
+
+        def change(source: Node) -> Any:
+            if not isinstance(value_of(source), torch.Tensor):
+                return self._size_argument(source)
+            position = next(remaining)
+            return self.whole(source) if position is None else self.chunk(source, position)
+
+        args = map_args(arg.args, change)
+        kwargs = map_args(dict(arg.kwargs), change)
+        shapes = (_shape(value_of(arg), at),)
+        return self.plan.add_call(
+            BodyCall(arg.target, args, kwargs, shapes, spec.rebuild, letter)
+        )
+
+    def _is_wide(self, arg: Node, at: Streamed) -> bool:
+        """Whether a token's share of the value is so large that the whole must not exist."""
+        length = hint_of(at.extent.length(self.axes.length))
+        total = hint_of(product(value_of(arg).shape))
+        return 2 * total >= length * length
+
+    # Special ops
+
+    def _change_extent(self, node: Node) -> Ref:
+        change = self.axes.step[node].change
+        sources = tensor_inputs(node)
+        if change is None:
+            raise RewriteError(f"{node}: no change of extent was recorded for it")
+        source = sources[change.source]
+        place = self.axes.position(source)
+        if place is None:
+            raise RewriteError(f"{source}: sliced along a sequence axis it does not have")
+        ref = self.chunk(source, place)
+        args: list[Any] = [None] * (change.source + 1)
+        args[change.source] = ref
+        shapes = self._shapes(node)
+        return self.plan.add_call(
+            BodyCall(node.target, tuple(args), {}, shapes, change=change, source=place)
+        )
+
+    def _accumulator_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        if dtype in (torch.bfloat16, torch.float16):
+            return self.accumulation or dtype
+        return dtype if dtype.is_floating_point or dtype.is_complex else torch.int64
+
+    def _buffer(self, like: Node, zero: bool, dtype: torch.dtype) -> Ref:
+        return self.plan.add_operand(self.outside.buffer(like, zero, dtype), None, mutated=True)
+
+    def _sum(self, node: Node, refs: Any) -> Result:
+        """Add the chunk's contribution to an accumulator in place."""
+        value = value_of(node)
+        dtype = self._accumulator_dtype(value.dtype)
+        accumulator = self._buffer(node, True, dtype)
+        args, kwargs = refs
+        if node.target is aten.mm.default:
+            self._call(streambp.accumulate_mm_.default, (accumulator, args[0], args[1]))
+        elif node.target is aten._unsafe_masked_index_put_accumulate.default:
+            _, mask, indices, values = args
+            self._call(
+                streambp.accumulate_index_put_.default, (accumulator, mask, indices, values)
+            )
+        elif node.target is aten.index_put.default:
+            self._call(
+                streambp.accumulate_index_put_.default, (accumulator, None, args[1], args[2])
+            )
+        else:
+            if node.target in (aten.sum.dim_IntList, aten.sum.default):
+                kwargs = {**kwargs, "dtype": dtype}
+            part = self.plan.add_call(BodyCall(node.target, args, kwargs, ()))
+            self._call(streambp.accumulate_.default, (accumulator, part))
+        return Result(
+            buffer=accumulator.index, dtype=None if dtype == value.dtype else value.dtype
+        )
+
+    def _bias(self, bias: Any, dim: int = 2) -> Ref | None:
+        """The rows of an attention bias that belong to the chunk; all keys."""
+        if bias is None:
+            return None
+        rank = value_of(bias).dim()
+        rows = rank - 2
+        if rows < 0 or same_size(value_of(bias).shape[rows], 1):
+            return self.whole(bias)
+        return self.chunk(bias, Streamed(rows))
+
+    def _keys(self, node: Node, past: bool) -> Ref:
+        """Keys or values: a buffer that this loop fills, or the whole value."""
+        if not past or node not in self.made:
+            return self.whole(node)
+        key = (node, "past")
+        if key not in self.taken:
+            buffer = self._buffer(node, False, value_of(node).dtype)
+            self._call(
+                streambp.write_chunk_.default, (buffer, self.made[node], 2, OffsetArg())
+            )
+            self.taken[key] = buffer
+        return self.taken[key]
+
+    def whole_or_made(self, node: Any) -> Ref | None:
+        """A small tensor argument such as a random seed, or ``None``."""
+        return None if node is None else self.whole(node)
+
+    def _attention(self, node: Node) -> Ref:
+        given = attention_arguments(node)
+        query = self.chunk(given["query"], QUERY_ROWS)  # type: ignore[arg-type]
+        past = given["causal"] is True and not self.backward
+        key = self._keys(given["key"], past)  # type: ignore[arg-type]
+        value = self._keys(given["value"], past)  # type: ignore[arg-type]
+        bias, seed = self._bias(given["bias"]), self.whole_or_made(given["seed"])
+        settings = (given["causal"], given["scale"], given["dropout_p"])
+        return self._call(
+            streambp.attention_chunk.default,
+            (query, key, value, bias, seed, OffsetArg(), *settings),
+        )
+
+    def _attention_backward(self, node: Node) -> tuple[Any, Any, Any]:
+        given: dict[str, Any] = attention_arguments(node)
+        rows = [
+            self.chunk(given[name], QUERY_ROWS) for name in ("grad_out", "query", "out", "logsumexp")
+        ]
+        grad_out, query, out, logsumexp = rows
+        key, value = self.whole(given["key"]), self.whole(given["value"])
+        bias, seed = self._bias(given["bias"]), self.whole_or_made(given["seed"])
+        dtype = value_of(given["key"]).dtype
+        wide = self._accumulator_dtype(dtype)
+        grads = [self._buffer(given[name], True, wide) for name in ("key", "value")]
+        settings = (given["causal"], given["scale"], given["dropout_p"])
+        grad_query = self._call(
+            streambp.attention_chunk_backward.default,
+            (
+                *(grad_out, query, key, value, bias, seed, out, logsumexp),
+                *(grads[0], grads[1], OffsetArg(), *settings),
+            ),
+        )
+        if given["causal"] is not True:
+            final = None if wide == dtype else dtype
+            return (grad_query, *(Result(buffer=grad.index, dtype=final) for grad in grads))  # type: ignore[return-value]
+        done = [
+            self._call(
+                streambp.read_chunk.default, (grad, 2, OffsetArg(), LengthArg(), dtype)
+            )
+            for grad in grads
+        ]
+        return (grad_query, done[0], done[1])
+
+    # Symbols
+
+    def _add_symbols(self) -> None:
+        """Pass every outer symbol that some size of the body mentions."""
+        names: set[str] = set()
+        for call in self.plan.calls:
+            _collect_symbols((call.args, call.kwargs), names)
+            for shape in call.shapes:
+                if shape is not None:
+                    _collect_shape(shape.dims, shape.at, names)
+            if call.source is not None:
+                _collect_shape((), call.source, names)
+        for meta in self.plan.metas:
+            _collect_shape((*meta.shape, *(meta.stride or ())), meta.at, names)
+        for name in sorted(names):
+            self.plan.add_operand(self.outside.symbol(name), None)
+            self.plan.symbols.append(name)
+
+
+def _shape(value: torch.Tensor, at: Streamed | None) -> Shape:
+    return Shape(tuple(size_key(size) for size in value.shape), at)
+
+
+def _is_scalar_constant(node: Node) -> bool:
+    return (
+        node.op == "call_function"
+        and not node.all_input_nodes
+        and node.target in (aten.full.default, aten.scalar_tensor.default)
+        and value_of(node).dim() == 0
+    )
+
+
+def _collect_shape(dims: tuple[Any, ...], at: Streamed | None, names: set[str]) -> None:
+    sizes: list[Size] = []
+    for dim, size in enumerate(dims):
+        if not isinstance(size, int) and (at is None or dim != at.dim):
+            names.update(str(symbol) for symbol in size.free_symbols)
+    if at is not None:
+        sizes += [at.outer, at.inner]
+    for size in sizes:
+        names.update(str(symbol) for symbol in expr_of(size).free_symbols)
+
+
+def _collect_symbols(arg: Any, names: set[str]) -> None:
+    if isinstance(arg, SizeArg):
+        if not isinstance(arg.expr, int):
+            names.update(str(symbol) for symbol in arg.expr.free_symbols)
+    elif isinstance(arg, dict):
+        for item in arg.values():
+            _collect_symbols(item, names)
+    elif isinstance(arg, (tuple, list)):
+        for item in arg:
+            _collect_symbols(item, names)

@@ -1,0 +1,151 @@
+"""Replace attention masks that are proven causal by ``causal=True``.
+
+Given   ``mask = le(unsqueeze(iota(T), 0), unsqueeze(iota(T), 1))``
+        ``attention(q, k, v, mask, seed, False, scale, dropout_p)``
+Result  ``attention(q, k, v, None, seed, True, scale, dropout_p)``, and no ``mask``
+
+A mask that excludes more than the keys after each query (padding, documents, a window) stays as
+the bias beside ``causal=True``, to be evaluated for a chunk of rows at a time. The backward's
+operands change like the forward's. A mask of which nothing is proven stays as it is, and the
+report says what kept it.
+
+Out of scope: masks whose values are data (see `mask_facts.constant_facts`), and making the window
+or the documents an argument of the op.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from .mask_facts import MaskFacts, prove_mask
+from .mask_interpreter import Interpreter
+
+Change = Literal["removed", "replaced by causal", "causal added", "kept"]
+
+
+@dataclass(frozen=True)
+class MaskReport:
+    """What became of one attention call's mask.
+
+    ``source`` is the user's line that made the mask, where the graph knows it.
+    """
+
+    attention: str
+    mask: str
+    change: Change
+    facts: MaskFacts
+    source: str | None
+
+    def __str__(self) -> str:
+        text = f"{self.attention}: mask {self.mask} {self.change}"
+        if self.change in ("kept", "causal added"):
+            text += f": {self.facts.reason}"
+        return text + (f" [{self.source}]" if self.source else "")
+
+
+def simplify_causal_masks(gm: GraphModule) -> list[MaskReport]:
+    """Simplify the mask of every ``streambp::attention`` and its backward in ``gm``, in place.
+
+    Returns one report for each call that had a mask, in the graph's order.
+
+    1. Prove each distinct mask once.
+    2. Decide, for each call, the new ``bias`` and ``causal``.
+    3. Erase masks without users, and what only they used.
+    """
+    interpreter = Interpreter(gm.graph)
+    facts: dict[Node, MaskFacts] = {}
+    reports = []
+    for call in list(gm.graph.nodes):
+        positions = _operand_positions(call)
+        if positions is None:
+            continue
+        arguments = _arguments(call)
+        mask = arguments["bias"]
+        if not isinstance(mask, Node):
+            continue
+        if mask not in facts:
+            facts[mask] = prove_mask(mask, interpreter)
+        change = _decide(facts[mask], arguments["causal"], _is_square(arguments))
+        _apply(call, change, positions)
+        source = _source_line(mask)
+        reports.append(MaskReport(call.name, mask.name, change, facts[mask], source))
+    for mask in facts:
+        _erase_unused(mask)
+    gm.recompile()
+    return reports
+
+
+def _decide(facts: MaskFacts, causal: bool, is_square: bool) -> Change:
+    if facts.always_allowed:
+        return "removed"
+    if not is_square:
+        return "kept"
+    if facts.exactly_causal or (causal and facts.within_causal):
+        return "removed" if causal else "replaced by causal"
+    return "causal added" if facts.implies_causal and not causal else "kept"
+
+
+def _apply(call: Node, change: Change, positions: dict[str, int]) -> None:
+    if change in ("removed", "replaced by causal"):
+        _set_argument(call, "bias", None, positions)
+    if change in ("replaced by causal", "causal added"):
+        _set_argument(call, "causal", True, positions)
+
+
+def _set_argument(call: Node, name: str, value: Any, positions: dict[str, int]) -> None:
+    if name in call.kwargs:
+        call.update_kwarg(name, value)
+    else:
+        call.update_arg(positions[name], value)
+
+
+def _operand_positions(call: Node) -> dict[str, int] | None:
+    """The position of each argument by name, where the node is an attention call."""
+    attention = torch.ops.streambp.attention.default
+    backward = torch.ops.streambp.attention_backward.default
+    if call.op != "call_function" or call.target not in (attention, backward):
+        return None
+    schema = call.target._schema  # type: ignore[union-attr]
+    return {argument.name: position for position, argument in enumerate(schema.arguments)}
+
+
+def _arguments(call: Node) -> dict[str, Any]:
+    positions = _operand_positions(call) or {}
+    return {
+        name: call.args[place] if place < len(call.args) else call.kwargs.get(name)
+        for name, place in positions.items()
+    }
+
+
+def _is_square(arguments: dict[str, Any]) -> bool:
+    """Whether there are as many queries as keys; else "causal" would not say which rows match."""
+    query, key = arguments["query"].meta["val"], arguments["key"].meta["val"]
+    return statically_known_true(query.shape[-2] == key.shape[-2])
+
+
+def _erase_unused(node: Node) -> None:
+    pending = [node]
+    while pending:
+        unused = pending.pop()
+        if unused.users or unused.op not in ("call_function", "get_attr") or unused.is_impure():
+            continue
+        if unused not in unused.graph.nodes:
+            continue
+        inputs = list(unused.all_input_nodes)
+        unused.graph.erase_node(unused)
+        pending.extend(inputs)
+
+
+def _source_line(mask: Node) -> str | None:
+    """The last frame of the node's stack trace: file, line and code."""
+    trace = mask.meta.get("stack_trace")
+    if not trace:
+        return None
+    lines = [line.strip() for line in trace.strip().splitlines()]
+    frames = [place for place, line in enumerate(lines) if line.startswith("File ")]
+    return " ".join(lines[frames[-1] :]) if frames else lines[-1]

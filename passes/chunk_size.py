@@ -1,0 +1,54 @@
+"""Choose how many tokens a chunk has.
+
+Layers: about 512 tokens of the whole batch, which keeps matrix products large while a chunk's
+workspace stays small beside the weights. A loop with a very wide value (the logits) gets fewer
+tokens, so that this value stays under 16 MiB.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from .axes import Axes
+from .dataflow import bytes_of
+from .placement import hint_of, value_of
+
+TOKENS = 512
+WIDEST_BYTES = 16 * 2**20
+FEWEST_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class ChunkSizes:
+    """The user's chunk sizes, or ``None`` for the default.
+
+    A loop counts as a head if it holds the widest value of the graph.
+    """
+
+    axes: Axes
+    batch: int
+    widest: int
+    chunk_size: int | None = None
+    head_chunk_size: int | None = None
+
+    def choose(self, nodes: list[Node]) -> int:
+        """The chunk size, in tokens of each row, for a loop over ``nodes``."""
+        widest = max((bytes_of(node) for node in nodes if self.axes.in_loop(node)), default=0)
+        if widest >= self.widest and self.head_chunk_size is not None:
+            return self.head_chunk_size
+        if self.chunk_size is not None:
+            return self.chunk_size
+        length = max(1, hint_of(self.axes.length))
+        tokens = max(FEWEST_TOKENS, TOKENS // max(1, self.batch))
+        per_token = max(1, widest // length)
+        return max(FEWEST_TOKENS, min(tokens, WIDEST_BYTES // per_token))
+
+
+def chunk_sizes(
+    axes: Axes, nodes: list[Node], batch: int, chunk_size: int | None, head_chunk_size: int | None
+) -> ChunkSizes:
+    """The chunk sizes for a graph whose loop nodes are ``nodes``."""
+    values = [bytes_of(node) for node in nodes if axes.in_loop(node) and value_of(node) is not None]
+    return ChunkSizes(axes, batch, max(values, default=0), chunk_size, head_chunk_size)

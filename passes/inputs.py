@@ -1,0 +1,113 @@
+"""Find the sequence axis among the inputs.
+
+Token ids are ``[B, T]`` integers, embeddings ``[B, T, d]`` floats. The position found here is a
+label: a wrong one costs memory (nothing streams along it), never correctness.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from .axes import Axes
+from .dataflow import JointGraph
+from .placement import Size, Streamed, expr_of, hint_of, same_size, value_of
+
+
+@dataclass(frozen=True)
+class SequenceAxis:
+    """The length of the sequence axis, in tokens, the rows beside it, and where inputs carry it."""
+
+    length: Size
+    batch: int
+    inputs: dict[Node, Streamed]
+
+
+def find_sequence_axis(joint: JointGraph, parameters: set[Node]) -> SequenceAxis | None:
+    """The sequence axis of the graph's data inputs, or ``None`` where there is none to stream."""
+    data = [
+        node
+        for node in joint.primals
+        if node not in parameters and isinstance(value_of(node), torch.Tensor)
+    ]
+    lead = _leading_input(data)
+    if lead is None:
+        return None
+    node, dim = lead
+    length = value_of(node).shape[dim]
+    if hint_of(length) < 2:
+        return None
+    batch = hint_of(value_of(node).shape[0]) if dim > 0 else 1
+    inputs: dict[Node, Streamed] = {}
+    for other in data:
+        at = _dim_of_length(value_of(other), length)
+        if at is not None:
+            inputs[other] = Streamed(at)
+    return SequenceAxis(length, batch, inputs)
+
+
+def _leading_input(data: list[Node]) -> tuple[Node, int] | None:
+    """The input that most likely says which axis is the sequence, and its dim."""
+    ranked: list[tuple[int, Node, int]] = []
+    for node in data:
+        value = value_of(node)
+        integral = not value.is_floating_point() and not value.is_complex()
+        if value.dim() == 2 and integral:
+            ranked.append((0, node, 1))
+        elif value.dim() == 3:
+            ranked.append((1, node, 1))
+        elif value.dim() == 1 and integral and value.dtype != torch.bool:
+            ranked.append((2, node, 0))
+        elif value.dim() == 2:
+            ranked.append((3, node, 0))
+        elif value.dim() >= 4:
+            ranked.append((4, node, value.dim() - 2))
+    if not ranked:
+        return None
+    best = min(rank for rank, _, _ in ranked)
+    _, node, dim = next(item for item in ranked if item[0] == best)
+    return node, dim
+
+
+def _dim_of_length(value: torch.Tensor, length: Size) -> int | None:
+    """The dim of ``value`` that has the sequence's length; the second where several do."""
+    if value.dim() == 0:
+        return None
+    preferred = [1, 0] if value.dim() == 2 else [1, *range(value.dim() - 2, 1, -1), 0]
+    if value.dim() >= 4:
+        preferred = [value.dim() - 2, *range(1, value.dim() - 2), value.dim() - 1]
+    if value.dim() == 1:
+        preferred = [0]
+    for dim in preferred:
+        if dim < value.dim() and same_size(value.shape[dim], length):
+            return dim
+    return None
+
+
+def label_tangents(joint: JointGraph, axes: Axes) -> dict[Node, Streamed]:
+    """Give each tangent the position of the forward output it belongs to.
+
+    Tangents come in the order of the outputs that need a gradient; shapes tell which those are.
+    """
+    found: dict[Node, Streamed] = {}
+    outputs = [node for node in joint.forward_outputs if isinstance(node, Node)]
+    start = 0
+    for tangent in joint.tangents:
+        for index in range(start, len(outputs)):
+            if _same_shape(value_of(outputs[index]), value_of(tangent)):
+                at = axes.position(outputs[index])
+                if at is not None:
+                    found[tangent] = at
+                start = index + 1
+                break
+    return found
+
+
+def _same_shape(left: object, right: object) -> bool:
+    if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
+        return False
+    return left.dtype == right.dtype and [expr_of(size) for size in left.shape] == [
+        expr_of(size) for size in right.shape
+    ]

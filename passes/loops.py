@@ -1,0 +1,175 @@
+"""The loop node, and the plain PyTorch interpreter that defines what it means.
+
+A loop node prints as ``streambp_loop(body, length, *operands)`` with its body nested below. The
+body is a graph over one chunk ``[s, e)``; its `LoopSpec` says how each operand is passed:
+
+    whole    the tensor itself (weights, keys and values of the past, accumulators)
+    chunk    the part ``[s, e)`` along one dim
+    symbol   a size that the body's shapes depend on
+
+and what becomes of each result: ``concat`` puts chunks together along a dim, ``sum`` is an
+accumulator operand that every iteration adds to in place, cast to its dtype at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streambp_fx._torch import HigherOrderOperator
+
+from .placement import Extent
+
+
+@dataclass(frozen=True)
+class Along:
+    """A dim that holds the streamed axis as its middle factor; ``outer`` follows from the rest."""
+
+    dim: int
+    inner: int
+    extent: Extent
+
+
+@dataclass(frozen=True)
+class Operand:
+    """How an operand is passed: ``along`` is ``None`` for a whole tensor or a size."""
+
+    along: Along | None = None
+    mutated: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """What becomes of a result: concatenated ``along`` a dim, or the sum in operand ``buffer``."""
+
+    along: Along | None = None
+    buffer: int | None = None
+    dtype: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class LoopSpec:
+    """One loop: what it is called, how its operands go in and its results come out."""
+
+    name: str
+    extents: tuple[Extent, ...]
+    operands: tuple[Operand, ...]
+    results: tuple[Result, ...]
+    chunk_size: int
+    descending: bool
+
+
+def chunk_bounds(length: int, chunk_size: int, descending: bool) -> Iterator[tuple[int, int]]:
+    """Balanced chunks ``(s, e)`` of ``range(length)``: sizes differ by one at most."""
+    count = max(1, -(-length // chunk_size))
+    small, extra = divmod(length, count)
+    bounds = []
+    start = 0
+    for index in range(count):
+        end = start + small + (1 if index < extra else 0)
+        bounds.append((start, end))
+        start = end
+    return iter(reversed(bounds) if descending else bounds)
+
+
+def local_range(extent: Extent, length: int, start: int, end: int) -> tuple[int, int]:
+    """``(offset, size)`` of chunk ``[start, end)`` inside the part that ``extent`` covers."""
+    first = min(max(start, extent.lo), length - extent.hi)
+    last = max(min(end, length - extent.hi), first)
+    return first - extent.lo, last - first
+
+
+def take_chunk(value: Tensor, along: Along, total: int, offset: int, size: int) -> Tensor:
+    """The chunk of ``value``, contiguous, so that a body sees one layout whatever it came from."""
+    outer = value.size(along.dim) // (total * along.inner)
+    if outer == 1:
+        part = value.narrow(along.dim, offset * along.inner, size * along.inner)
+        return part.contiguous()
+    factors = value.unflatten(along.dim, (outer, total * along.inner))
+    part = factors.narrow(along.dim + 1, offset * along.inner, size * along.inner)
+    return part.flatten(along.dim, along.dim + 1).contiguous()
+
+
+def put_chunk(
+    buffer: Tensor | None, chunk: Tensor, along: Along, total: int, offset: int, size: int
+) -> Tensor:
+    """Write ``chunk`` into ``buffer``, allocated on the first call."""
+    if size == 0 and buffer is not None:
+        return buffer
+    outer = chunk.size(along.dim) // (size * along.inner) if size else 1
+    if buffer is None:
+        if size == total:
+            return chunk.contiguous()
+        shape = list(chunk.shape)
+        shape[along.dim] = outer * total * along.inner
+        buffer = chunk.new_empty(shape)
+    target = buffer
+    if outer != 1:
+        target = buffer.unflatten(along.dim, (outer, total * along.inner))
+        chunk = chunk.unflatten(along.dim, (outer, size * along.inner))
+        target.narrow(along.dim + 1, offset * along.inner, size * along.inner).copy_(chunk)
+    else:
+        target.narrow(along.dim, offset * along.inner, size * along.inner).copy_(chunk)
+    return buffer
+
+
+def run_loop(
+    body: Callable[..., Sequence[Any]], spec: LoopSpec, length: int, operands: Sequence[Any]
+) -> tuple[Tensor, ...]:
+    """Run ``body`` once for each chunk: the meaning of a loop node.
+
+    Args:
+        body: takes ``(offset, size)`` of each extent, then the operands; returns the chunk of
+            each concatenated result, in order.
+        spec: how operands go in and results come out.
+        length: tokens of the streamed axis.
+        operands: one for each of ``spec.operands``.
+    """
+    buffers: list[Tensor | None] = [None] * len(spec.results)
+    concatenated = [index for index, result in enumerate(spec.results) if result.along is not None]
+    for start, end in chunk_bounds(length, spec.chunk_size, spec.descending):
+        ranges = {extent: local_range(extent, length, start, end) for extent in spec.extents}
+        inputs: list[Any] = [number for extent in spec.extents for number in ranges[extent]]
+        for operand, value in zip(spec.operands, operands, strict=True):
+            along = operand.along
+            if along is None:
+                inputs.append(value)
+            else:
+                offset, size = ranges[along.extent]
+                total = length - along.extent.lo - along.extent.hi
+                inputs.append(take_chunk(value, along, total, offset, size))
+        outputs = body(*inputs)
+        del inputs
+        for index, chunk in zip(concatenated, outputs, strict=True):
+            along = spec.results[index].along
+            if along is None:
+                continue
+            offset, size = ranges[along.extent]
+            total = length - along.extent.lo - along.extent.hi
+            buffers[index] = put_chunk(buffers[index], chunk, along, total, offset, size)
+        del outputs
+    finished: list[Tensor] = []
+    for result, buffer in zip(spec.results, buffers, strict=True):
+        if result.buffer is not None:
+            total_sum: Tensor = operands[result.buffer]
+            finished.append(total_sum if result.dtype is None else total_sum.to(result.dtype))
+        elif buffer is not None:
+            finished.append(buffer)
+    return tuple(finished)
+
+
+class StreamLoop(HigherOrderOperator):
+    """``streambp_loop(body, length, *operands) -> results``; ``body.meta["loop"]`` is its spec."""
+
+    def __init__(self) -> None:
+        super().__init__("streambp_loop")
+
+    def __call__(self, body: Any, length: int, *operands: Any) -> tuple[Tensor, ...]:
+        return run_loop(body, body.meta["loop"], length, operands)
+
+
+streambp_loop = StreamLoop()

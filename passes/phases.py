@@ -1,0 +1,89 @@
+"""Order the work of one segment into loops: which values a loop must finish before another starts.
+
+Most ops need of their inputs the same chunk, and share one loop. An op that needs a *whole* input
+(keys and values in backward, all tokens of an attention that is not causal, the finished sum of
+another value) starts in the next phase. GLUE between loops belongs to the phase of the loop that
+it follows.
+
+Given:  k, v -> attention -> ... (backward: attention reads k and v of every earlier chunk)
+Result: phase 0: loop over k, v      phase 1: loop over attention and all that follows
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import torch
+from torch.fx import Node
+
+from .axes import ATTENTION, ATTENTION_BACKWARD, Axes, Kind, attention_arguments
+
+
+class Need(Enum):
+    """What an op needs of an input to make its chunk."""
+
+    LOCAL = "local"
+    PAST = "past"
+    WHOLE = "whole"
+
+
+def needs(node: Node, axes: Axes, backward: bool) -> list[tuple[Node, Need]]:
+    """Each input of ``node`` and what is needed of it.
+
+    In an ascending forward loop the past of causal attention is there when a chunk is reached;
+    a backward loop descends, so keys and values must be rebuilt before it.
+    """
+    if axes.kind[node] is Kind.GLUE:
+        return [(arg, Need.WHOLE) for arg in node.all_input_nodes]
+    if node.target not in (ATTENTION, ATTENTION_BACKWARD):
+        return [(arg, Need.LOCAL) for arg in node.all_input_nodes]
+    arguments = attention_arguments(node)
+    ascending = node.target is ATTENTION and arguments["causal"] is True and not backward
+    kept = Need.PAST if ascending else Need.WHOLE
+    keys = (arguments["key"], arguments["value"])
+    return [(arg, kept if arg in keys else Need.LOCAL) for arg in node.all_input_nodes]
+
+
+def finished_after_loop(node: Node, axes: Axes) -> bool:
+    """Whether a value made in a loop is complete only when the loop has ended.
+
+    Gradients of keys and values of causal attention are complete at each iteration of a
+    descending loop: later chunks have added their share.
+    """
+    if axes.kind[node] is Kind.SUM:
+        return True
+    source = node.args[0] if node.args else None
+    if not isinstance(source, Node) or source.target is not ATTENTION_BACKWARD:
+        return False
+    if attention_arguments(source)["causal"] is True:
+        return False
+    return node.args[1] in (1, 2)
+
+
+def assign_phases(nodes: list[Node], axes: Axes, backward: bool) -> dict[Node, int]:
+    """The phase of each node of one segment or stage, given in topological order."""
+    phase: dict[Node, int] = {}
+    for node in nodes:
+        glue = axes.kind[node] is Kind.GLUE
+        current = -1 if glue else 0
+        for arg, need in needs(node, axes, backward):
+            if arg not in phase:
+                continue
+            if glue:
+                current = max(current, phase[arg])
+            elif axes.kind[arg] is Kind.GLUE or finished_after_loop(arg, axes):
+                current = max(current, phase[arg] + 1)
+            else:
+                current = max(current, phase[arg] + (1 if need is Need.WHOLE else 0))
+        phase[node] = current
+    return phase
+
+
+def descends(nodes: list[Node]) -> bool:
+    """Whether a loop over ``nodes`` must run from the last chunk to the first."""
+    return any(node.target is ATTENTION_BACKWARD for node in nodes)
+
+
+def is_tensor(node: Node) -> bool:
+    """Whether the node's value is one tensor."""
+    return isinstance(node.meta.get("val"), torch.Tensor)

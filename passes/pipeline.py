@@ -1,0 +1,121 @@
+"""The passes, in order.
+
+    normalize            aliases and repeats go
+    find_axes            where the sequence axis runs, what is a barrier
+    choose_cuts          which forward values are kept
+    assign_stages        which segment each backward node belongs to
+    rewrite              loops
+    check_loops          invariants of the result
+
+Every intermediate graph is kept in `History`, with the seconds each pass took.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .axes import Axes, Barrier, find_axes
+from .body_builder import RewriteError
+from .chunk_size import chunk_sizes
+from .cuts import choose_cuts
+from .dataflow import JointGraph, read_joint
+from .inputs import SequenceAxis, find_sequence_axis, label_tangents
+from .loops import LoopSpec
+from .normalize import normalize
+from .rewrite import Rewritten, rewrite
+from .stages import assign_stages
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the passes need to know of the user's options.
+
+    chunk_size, head_chunk_size
+        Tokens of each row in a chunk; ``None`` for the default.
+    accumulation
+        Dtype of sums over chunks of bf16 and fp16 values; ``None`` keeps theirs.
+    """
+
+    chunk_size: int | None = None
+    head_chunk_size: int | None = None
+    accumulation: torch.dtype | None = torch.float32
+
+
+@dataclass
+class History:
+    """The intermediate graphs and times of one run of the passes."""
+
+    graphs: list[tuple[str, str]] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    barriers: list[Barrier] = field(default_factory=list)
+    loops: list[LoopSpec] = field(default_factory=list)
+    unstreamed: str | None = None
+
+
+def stream(
+    graph_module: GraphModule,
+    num_forward_outputs: int,
+    is_parameter: Callable[[int, Node], bool],
+    settings: Settings,
+    history: History,
+) -> Rewritten | None:
+    """Rewrite a joint (or forward-only) graph; ``None``, with the reason, where nothing streams."""
+    normal = _timed(history, "normalize", lambda: normalize(graph_module))
+    joint = read_joint(normal.graph, num_forward_outputs)
+    parameters = {node for index, node in enumerate(joint.primals) if is_parameter(index, node)}
+    axis = find_sequence_axis(joint, parameters)
+    if axis is None:
+        history.unstreamed = "no input has a sequence axis of two or more tokens"
+        return None
+    axes = _timed(history, "find_axes", lambda: _propagate(joint, axis, parameters))
+    history.barriers += axes.barriers
+    if not any(axes.in_loop(node) for node in normal.graph.nodes):
+        history.unstreamed = "no value of the graph carries the sequence axis"
+        return None
+    segments = _timed(history, "choose_cuts", lambda: choose_cuts(joint, axes))
+    stages = _timed(history, "assign_stages", lambda: assign_stages(joint, axes, segments))
+    sizes = chunk_sizes(
+        axes,
+        list(normal.graph.nodes),
+        axis.batch,
+        settings.chunk_size,
+        settings.head_chunk_size,
+    )
+    try:
+        rewritten = _timed(
+            history,
+            "rewrite",
+            lambda: rewrite(joint, axes, segments, stages, sizes, settings.accumulation),
+        )
+    except RewriteError as error:
+        history.unstreamed = str(error)
+        return None
+    history.loops += rewritten.loops
+    return rewritten
+
+
+def _propagate(joint: JointGraph, axis: SequenceAxis, parameters: set[Node]) -> Axes:
+    """Propagate through the forward, give the tangents the positions of their outputs, go on."""
+    if not joint.tangents:
+        return find_axes(joint.graph, axis.length, axis.inputs, parameters)
+    forward = find_axes(joint.graph, axis.length, axis.inputs, parameters)
+    inputs = {**axis.inputs, **label_tangents(joint, forward)}
+    if len(inputs) == len(axis.inputs):
+        return forward
+    return find_axes(joint.graph, axis.length, inputs, parameters)
+
+
+def _timed(history: History, name: str, run: Callable[[], T]) -> T:
+    start = time.perf_counter()
+    result = run()
+    history.seconds[name] = time.perf_counter() - start
+    return result

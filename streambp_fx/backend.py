@@ -1,0 +1,146 @@
+"""The ``torch.compile`` backend.
+
+    Dynamo graph   normalize_attention, defer_outputs
+    AOTAutograd    traces the joint graph, whose partitioner is `passes.pipeline.stream`
+    run            loops with compiled bodies, glue op by op
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from . import ops as ops  # registers the ops that rewritten graphs call
+from ._torch import aot_autograd, inductor_config, select_decomp_table
+from .options import Options, parse_options
+from .passes.lower import lower
+from .passes.normalize_attention import normalize_attention
+from .passes.partition import split
+from .passes.pipeline import History, Settings, stream
+from .report import Report, record
+
+log = logging.getLogger("streambp_fx")
+
+
+class BarrierError(RuntimeError):
+    """A part of the graph could not be streamed, and ``on_barrier="error"``."""
+
+
+class BarrierWarning(UserWarning):
+    """A part of the graph could not be streamed and runs on whole tensors."""
+
+
+def streambp(
+    graph_module: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Compile one Dynamo graph; what ``torch.compile(model, backend="streambp")`` calls.
+
+    Args:
+        graph_module: the graph that Dynamo captured.
+        example_inputs: its inputs (fake or real tensors, and sizes).
+        options: see `streambp_fx.options.Options`.
+        mode: an Inductor mode for the loop bodies.
+
+    Returns:
+        A callable that takes the graph's inputs and returns its outputs.
+
+    Raises:
+        OptionError: an unknown option or a bad value.
+        BarrierError: a part can not be streamed and ``on_barrier="error"``.
+    """
+    return _Compilation(parse_options(options, mode)).compile(graph_module, example_inputs)
+
+
+class _Compilation:
+    """The state of one backend call: options, what was found, and the settings to reapply."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.history = History()
+        self.parameters: list[bool] = []
+        # Inductor's settings live in context variables, and bodies compile later, some of them
+        # in autograd's thread.
+        self.inductor = {**inductor_config.get_config_copy(), **options.inductor}
+        self.changed = {
+            name: value
+            for name, value in self.inductor.items()
+            if name in options.inductor
+        }
+
+    def compile(
+        self, graph_module: GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any]:
+        refusals = normalize_attention(graph_module)
+        for refusal in refusals:
+            log.info("attention left as it is: %s", refusal)
+        self.parameters = _parameters(graph_module, example_inputs)
+        compiler = aot_autograd(
+            fw_compiler=self._run_graph,
+            bw_compiler=self._run_graph,
+            inference_compiler=self._inference,
+            partition_fn=self._partition,
+            decompositions=select_decomp_table(),
+        )
+        compiled: Callable[..., Any] = compiler(graph_module, list(example_inputs))
+        return compiled
+
+    def _is_parameter(self, index: int, node: Node) -> bool:
+        return index < len(self.parameters) and self.parameters[index]
+
+    def _settings(self) -> Settings:
+        options = self.options
+        return Settings(options.chunk_size, options.head_chunk_size, options.accumulation_dtype)
+
+    def _partition(
+        self, joint: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **kwargs: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        rewritten = stream(
+            joint, num_fwd_outputs, self._is_parameter, self._settings(), self.history
+        )
+        self._report()
+        if rewritten is None:
+            from ._torch import default_partition
+
+            return default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
+        return split(rewritten, num_fwd_outputs)
+
+    def _inference(self, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        count = len(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]
+        rewritten = stream(
+            graph_module, count, self._is_parameter, self._settings(), self.history
+        )
+        self._report()
+        target = graph_module if rewritten is None else rewritten.graph_module
+        return self._run_graph(target, inputs)
+
+    def _run_graph(self, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return lower(graph_module, self.options.compile_bodies, self.changed)
+
+    def _report(self) -> None:
+        report = Report.of(self.history)
+        record(report)
+        if self.options.on_barrier == "ignore" or not report.problems():
+            return
+        message = "not all of the graph is streamed:\n  " + "\n  ".join(report.problems())
+        if self.options.on_barrier == "error":
+            raise BarrierError(message)
+        warnings.warn(message, BarrierWarning, stacklevel=2)
+
+
+def _parameters(graph_module: GraphModule, example_inputs: Sequence[Any]) -> list[bool]:
+    """For each input, whether it is a parameter or a buffer of a module."""
+    placeholders = graph_module.graph.find_nodes(op="placeholder")
+    found = []
+    for node, value in zip(placeholders, example_inputs, strict=True):
+        is_static = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
+        found.append(isinstance(value, torch.nn.Parameter) or is_static)
+    return found

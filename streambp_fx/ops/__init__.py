@@ -1,0 +1,5 @@
+"""The ops that rewritten graphs call; importing this package registers them."""
+
+from . import accumulate, attention
+
+__all__ = ["accumulate", "attention"]
