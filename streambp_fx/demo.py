@@ -113,7 +113,9 @@ def build_model(
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    model.train()
+    return model
 
 
 def prepare(model: PreTrainedModel, variant: str) -> Callable[..., Any]:

@@ -1,0 +1,1 @@
+"""Benchmarks: each measurement in a process of its own, results as JSON and as a table."""
