@@ -91,7 +91,8 @@ def test_every_op_of_models_is_ruled_or_left_out_with_a_reason(name: str) -> Non
 
 def test_nothing_ruled_is_also_left_out() -> None:
     both = {str(target) for target in ruled_targets() if why_left_out(target) is not None}
-    assert not both
+    # A single random integer is a seed, which has no chunks; more of them are left out.
+    assert both <= {"aten.randint.low"}
     assert all(LEFT_OUT.values())
 
 

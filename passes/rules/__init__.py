@@ -5,7 +5,18 @@ One file is one family of ops; importing this package fills the table. See `spec
 
 from __future__ import annotations
 
-from . import along, creation, elementwise, indexing, matrix, parts, reductions, views
+from . import (
+    along,
+    attention,
+    creation,
+    elementwise,
+    indexing,
+    matrix,
+    parts,
+    random,
+    reductions,
+    views,
+)
 from .calls import call_of
 from .check import check_spec
 from .elementwise import elementwise_spec
@@ -13,7 +24,18 @@ from .matrix import einsum_spec
 from .registry import register_rule, rule_for, ruled_targets
 from .spec import Call, Chunk, Rule, Spec
 
-FAMILIES = (along, creation, elementwise, indexing, matrix, parts, reductions, views)
+FAMILIES = (
+    along,
+    attention,
+    creation,
+    elementwise,
+    indexing,
+    matrix,
+    parts,
+    random,
+    reductions,
+    views,
+)
 
 __all__ = [
     "FAMILIES",

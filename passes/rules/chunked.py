@@ -71,6 +71,8 @@ def difference(call: Call, spec: Spec, letter: Letter, chunks: Sequence[range]) 
             pieces.append(_run_chunk(call, spec, letter, positions))
         except (RuntimeError, IndexError, TypeError, ValueError) as error:
             return f"chunk {positions} raises {type(error).__name__}: {error}"
+        if len(pieces[-1]) != len(spec.outputs):
+            return f"chunk {positions} gives {len(pieces[-1])} outputs, not {len(spec.outputs)}"
     for index, (dims, whole) in enumerate(zip(spec.outputs, call.outputs, strict=True)):
         if dims is None or whole is None:
             continue

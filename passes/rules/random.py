@@ -41,7 +41,7 @@ def uniform_spec(call: Call) -> Spec | None:
         changes = {"size": list(output_shapes[0] or ()), "offset": moved}
         return replaced(target, args, kwargs, changes)
 
-    return Spec(((),), (dims,), letters.sizes, rebuild=rebuild)
+    return Spec(((),), (dims,), letters.sizes, rebuild=rebuild, positional=True)
 
 
 @register_rule(torch.ops.aten.randint.low)

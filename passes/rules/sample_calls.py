@@ -29,6 +29,7 @@ from .spec import Call
 
 aten = torch.ops.aten
 prims = torch.ops.prims
+streambp = torch.ops.streambp
 
 # What a sample may fail with while it is traced: a data-dependent size, a missing kernel, a
 # subclass. The validator counts such samples and says so.
@@ -213,3 +214,18 @@ def hand_made_calls() -> Iterator[Call]:
     yield record_call(aten.topk.default, r(5, 6), 2)
     yield record_call(aten.sum.dim_IntList, r(2, 5, 6), [0, 1])
     yield record_call(aten.mean.dim, r(2, 5, 6), [-1], True)
+    yield from _own_calls(r)
+
+
+def _own_calls(r: Callable[..., torch.Tensor]) -> Iterator[Call]:
+    """Calls of this project's ops: grouped heads, a bias, and random numbers by position."""
+    query, key, value, bias = r(3, 4, 7, 8), r(3, 2, 7, 8), r(3, 2, 7, 6), r(1, 4, 7, 7)
+    for mask in (None, bias):
+        rest = (None, mask is None, 0.5, 0.0)
+        call = record_call(streambp.attention.default, query, key, value, mask, *rest)
+        yield call
+        out, logsumexp = call.outputs
+        saved = (query, key, value, mask, None, out, logsumexp, *rest[1:])
+        yield record_call(streambp.attention_backward.default, r(3, 4, 7, 6), *saved)
+    seed = torch.tensor(7)
+    yield record_call(streambp.uniform.default, seed, [3, 5], [0, 2], torch.float64)
