@@ -106,10 +106,12 @@ def build(name: str, *, seed: int = 0, **changes: Any) -> nn.Module:
     return from_transformers(family, {**settings, **changes})
 
 
-def from_transformers(family: str, settings: dict[str, Any]) -> nn.Module:
+def from_transformers(
+    family: str, settings: dict[str, Any], *, attention: str = "sdpa"
+) -> nn.Module:
     """The causal language model of ``family`` with random weights large enough to matter."""
     config = getattr(transformers, f"{family}Config")(**settings)
-    config._attn_implementation = "sdpa"
+    config._attn_implementation = attention
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     model = getattr(transformers, f"{family}{head}")(config)
     with torch.no_grad():
@@ -194,7 +196,9 @@ def make_batch(
         positions = torch.cat(
             [torch.arange(first), torch.arange(second - first), torch.arange(length - second)]
         )
-        return {**result, "position_ids": positions.expand(batch, length).contiguous()}
+        positions = positions.expand(batch, length).contiguous()
+        # With a cache transformers takes one document for granted and detects no packing.
+        return {**result, "position_ids": positions, "use_cache": False}
     if kind == "mask_4d":
         allowed = torch.ones(length, length, dtype=torch.bool).tril()
         allowed[length // 2 :, length // 4] = False
