@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from .extents import ExtentChange
-from .loops import Along, Operand, Result
+from .loops import Along, LoopSpec, Operand, Result
 from .placement import Extent, Streamed, expr_of, value_of
 from .rules.spec import Rebuild
 
@@ -26,6 +26,23 @@ class Ref:
 
     kind: str
     index: int
+
+
+@dataclass(frozen=True)
+class SizeArg:
+    """A size argument that depends on outer symbols alone."""
+
+    expr: Any
+
+
+@dataclass(frozen=True)
+class OffsetArg:
+    """The chunk's first token."""
+
+
+@dataclass(frozen=True)
+class LengthArg:
+    """The chunk's length in tokens."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +78,21 @@ class BodyCall:
     letter: str | None = None
     change: ExtentChange | None = None
     source: Streamed | None = None
+
+    def reads(self) -> list[int]:
+        """The calls whose results this one takes."""
+        found: list[int] = []
+
+        def visit(arg: Any) -> None:
+            if isinstance(arg, Ref) and arg.kind == "call":
+                found.append(arg.index)
+            elif isinstance(arg, (tuple, list)):
+                for item in arg:
+                    visit(item)
+
+        visit(self.args)
+        visit(list(self.kwargs.values()))
+        return found
 
     def key(self) -> tuple[Any, ...]:
         """Hashable identity."""
@@ -132,6 +164,21 @@ class BodyPlan:
                 found[operand.along.extent] = None
         return tuple(found)
 
+    def last_uses(self) -> dict[int, tuple[int, ...]]:
+        """For each call, the results that nothing reads after it."""
+        last: dict[int, int] = {}
+        for index, call in enumerate(self.calls):
+            last[index] = index
+            for ref in call.reads():
+                last[ref] = index
+        for output in self.outputs:
+            if output.kind == "call":
+                last.pop(output.index, None)
+        uses: dict[int, list[int]] = {}
+        for index, user in last.items():
+            uses.setdefault(user, []).append(index)
+        return {user: tuple(indices) for user, indices in uses.items()}
+
     def add_call(self, call: BodyCall) -> Ref:
         """Append a call and return its result."""
         self.calls.append(call)
@@ -152,6 +199,38 @@ class BodyPlan:
         self.metas.append(meta)
         self.values.append(value)
         return Ref("operand", len(self.operands) - 1)
+
+
+class LoopBody:
+    """The body of a loop node: runs its plan, and yields its graph when asked to.
+
+    spec
+        How operands go in and results come out.
+    key
+        Equal for bodies that may share compiled code.
+    """
+
+    def __init__(self, plan: BodyPlan, spec: LoopSpec, hints: dict[str, int], chunk: int) -> None:
+        self.plan = plan
+        self.spec = spec
+        self.key = plan.key()
+        self._hints = hints
+        self._chunk = chunk
+
+    def __call__(self, *inputs: Any) -> tuple[Any, ...]:
+        from .run_plan import run_plan
+
+        return run_plan(self.plan, *inputs)
+
+    def __deepcopy__(self, memo: object) -> LoopBody:
+        """Copies of a graph share its bodies, which never change."""
+        return self
+
+    def graph(self) -> GraphModule:
+        """The graph of one chunk, traced with symbolic sizes."""
+        from .trace_body import trace_body
+
+        return trace_body(self.plan, self._chunk, self._hints)
 
 
 def along_of(at: Streamed) -> Along:
@@ -186,6 +265,6 @@ def _freeze(args: Any) -> Any:
         return tuple((name, _freeze(arg)) for name, arg in args.items())
     if isinstance(args, float):
         return repr(args)  # nan equals itself here
-    if isinstance(args, (bool, int, str, Ref, type(None))):
+    if isinstance(args, (bool, int, str, Ref, OffsetArg, LengthArg, type(None))):
         return (type(args).__name__, args)
     return str(args)

@@ -16,7 +16,18 @@ import torch
 from torch.fx import Node
 
 from .axes import ATTENTION, ATTENTION_BACKWARD, Axes, Kind, attention_arguments
-from .body import BodyCall, BodyPlan, Ref, Shape, along_of, map_args, size_key
+from .body import (
+    BodyCall,
+    BodyPlan,
+    LengthArg,
+    OffsetArg,
+    Ref,
+    Shape,
+    SizeArg,
+    along_of,
+    map_args,
+    size_key,
+)
 from .loops import Result
 from .placement import (
     FULL,
@@ -33,7 +44,6 @@ from .placement import (
 )
 from .rules import call_of, rule_for
 from .rules.spec import Dims
-from .trace_body import LengthArg, OffsetArg, SizeArg
 
 aten = torch.ops.aten
 streambp = torch.ops.streambp

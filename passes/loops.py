@@ -163,13 +163,13 @@ def run_loop(
 
 
 class StreamLoop(HigherOrderOperator):
-    """``streambp_loop(body, length, *operands) -> results``; ``body.meta["loop"]`` is its spec."""
+    """``streambp_loop(body, length, *operands) -> results``; ``body.spec`` is its spec."""
 
     def __init__(self) -> None:
         super().__init__("streambp_loop")
 
     def __call__(self, body: Any, length: int, *operands: Any) -> tuple[Tensor, ...]:
-        return run_loop(body, body.meta["loop"], length, operands)
+        return run_loop(body, body.spec, length, operands)
 
 
 streambp_loop = StreamLoop()

@@ -7,9 +7,10 @@ a fact about sizes that a later call does not satisfy, one more variant is compi
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch.fx import GraphModule
 
 from streambp_fx._torch import (
     PythonPrinter,
+    ShapeEnv,
     TracingContext,
     backed_size_oblivious,
     compile_fx_inner,
@@ -25,7 +27,8 @@ from streambp_fx._torch import (
     tracing,
 )
 
-from .loops import StreamLoop, streambp_loop
+from .body import LoopBody
+from .loops import LoopSpec, StreamLoop
 
 
 @dataclass
@@ -36,20 +39,14 @@ class _Variant:
     code: Any
 
 
-@dataclass
 class CompiledBody:
-    """A loop body that Inductor compiles at its first call.
+    """A loop body that Inductor compiles at its first call."""
 
-    ``meta`` is the body graph's, so that a compiled body can stand where the graph stood.
-    """
-
-    graph: GraphModule
-    settings: dict[str, Any]
-    meta: dict[str, Any] = field(default_factory=dict)
-    variants: list[_Variant] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.meta = self.graph.meta
+    def __init__(self, body: LoopBody, settings: dict[str, Any]) -> None:
+        self.body = body
+        self.spec = body.spec
+        self.settings = settings
+        self.variants: list[_Variant] = []
         self.lock = threading.Lock()
 
     def __call__(self, *inputs: Any) -> Sequence[Any]:
@@ -64,10 +61,19 @@ class CompiledBody:
         results = variant.code(list(inputs))
         return results
 
+    def for_spec(self, spec: LoopSpec) -> CompiledBody:
+        """The same code as the body of another loop, whose chunk size or direction may differ."""
+        if spec == self.spec:
+            return self
+        other = CompiledBody(self.body, self.settings)
+        other.spec, other.variants, other.lock = spec, self.variants, self.lock
+        return other
+
     def _compile(self) -> _Variant:
-        placeholders = self.graph.graph.find_nodes(op="placeholder")
+        graph_module = self.body.graph()
+        placeholders = graph_module.graph.find_nodes(op="placeholder")
         inputs = [node.meta["val"] for node in placeholders]
-        mode = self.graph.meta["fake_mode"]
+        mode = graph_module.meta["fake_mode"]
         with (
             disable_current_modes(),
             torch.no_grad(),
@@ -75,13 +81,19 @@ class CompiledBody:
             backed_size_oblivious(),
             tracing(TracingContext(mode)),
         ):
-            code = compile_fx_inner(_copy(self.graph), inputs)
+            code = compile_fx_inner(graph_module, inputs)
         compile_count.bodies += 1
-        names = [str(node.meta["val"]) for node in placeholders if _is_size(node.meta["val"])]
-        guards = [guard.expr for guard in mode.shape_env.guards]
-        source = " and ".join(f"({PythonPrinter().doprint(guard)})" for guard in guards) or "True"
-        condition = eval(f"lambda {', '.join(names)}: {source}", {"math": __import__("math")})
-        return _Variant(condition, code)
+        sizes = [value for value in inputs if isinstance(value, torch.SymInt)]
+        return _Variant(_condition(sizes, mode.shape_env), code)
+
+
+def _condition(sizes: list[torch.SymInt], env: ShapeEnv) -> Callable[..., bool]:
+    """A test of the facts about sizes that the compiled code relies on."""
+    names = [str(size.node.expr) for size in sizes]
+    facts = [f"({PythonPrinter().doprint(guard.expr)})" for guard in env.guards]
+    source = f"lambda {', '.join(names)}: {' and '.join(facts) or 'True'}"
+    condition: Callable[..., bool] = eval(source, {"math": math})
+    return condition
 
 
 @dataclass
@@ -92,17 +104,6 @@ class CompileCount:
 
 
 compile_count = CompileCount()
-
-
-def _copy(graph_module: GraphModule) -> GraphModule:
-    """A copy that Inductor's passes may change."""
-    import copy
-
-    return GraphModule(graph_module, copy.deepcopy(graph_module.graph))
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, torch.SymInt)
 
 
 _compiled: dict[Any, CompiledBody] = {}
@@ -117,8 +118,8 @@ def lower(graph_module: GraphModule, compile_bodies: bool, settings: dict[str, A
     if compile_bodies:
         for node in graph_module.graph.find_nodes(op="get_attr"):
             body = getattr(graph_module, str(node.target))
-            if isinstance(body, GraphModule) and "loop" in body.meta:
-                setattr_body(graph_module, str(node.target), _shared(body, settings))
+            if isinstance(body, LoopBody):
+                setattr(graph_module, str(node.target), _shared(body, settings))
 
     def run(args: list[Any]) -> Any:
         return torch.fx.Interpreter(graph_module).boxed_run(args)
@@ -127,17 +128,11 @@ def lower(graph_module: GraphModule, compile_bodies: bool, settings: dict[str, A
     return run
 
 
-def setattr_body(graph_module: GraphModule, name: str, body: CompiledBody) -> None:
-    """Put a compiled body where its graph stood."""
-    delattr(graph_module, name)
-    setattr(graph_module, name, body)
-
-
-def _shared(body: GraphModule, settings: dict[str, Any]) -> CompiledBody:
-    key = (body.meta["key"], tuple(sorted((name, str(value)) for name, value in settings.items())))
-    if key not in _compiled:
-        _compiled[key] = CompiledBody(body, settings)
-    return _compiled[key]
+def _shared(body: LoopBody, settings: dict[str, Any]) -> CompiledBody:
+    """The compiled body of this process for a body's key, with the loop's own spec."""
+    key = (body.key, tuple(sorted((name, str(value)) for name, value in settings.items())))
+    compiled = _compiled.setdefault(key, CompiledBody(body, settings))
+    return compiled.for_spec(body.spec)
 
 
 def loop_nodes(graph_module: GraphModule) -> list[torch.fx.Node]:
@@ -145,4 +140,3 @@ def loop_nodes(graph_module: GraphModule) -> list[torch.fx.Node]:
     return [node for node in graph_module.graph.nodes if isinstance(node.target, StreamLoop)]
 
 
-__all__ = ["CompiledBody", "compile_count", "loop_nodes", "lower", "streambp_loop"]

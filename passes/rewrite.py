@@ -26,10 +26,10 @@ import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from streambp_fx._torch import detect_fake_mode, disable_current_modes
+from streambp_fx._torch import detect_fake_mode
 
 from .axes import Axes, Kind
-from .body import BodyPlan, map_args
+from .body import BodyPlan, LoopBody, map_args
 from .body_builder import BodyBuilder, RewriteError
 from .chunk_size import ChunkSizes
 from .cuts import Segments
@@ -37,7 +37,6 @@ from .dataflow import JointGraph, ancestors
 from .loops import LoopSpec, streambp_loop
 from .phases import assign_phases, descends, finished_after_loop, is_tensor, needs, Need
 from .placement import expr_of, hint_of, product, value_of
-from .trace_body import trace_body
 
 aten = torch.ops.aten
 FOR_ANY_STRIDES = {
@@ -254,19 +253,13 @@ class _Rewriter:
         return sorted(found, key=lambda node: self.joint.order[node])
 
     def _body_name(self, plan: BodyPlan, spec: LoopSpec) -> str:
+        """The attribute that holds the loop's body; equal bodies share one."""
         key = (plan.key(), spec.chunk_size, spec.descending)
         if key not in self.bodies:
-            symbols = {
-                symbol: int(hint_of(value))
-                for symbol, value in ((name, value_of(self.symbol(name))) for name in plan.symbols)
-            }
-            hint = min(spec.chunk_size, max(2, hint_of(self.axes.length)))
-            with disable_current_modes():
-                body = trace_body(plan, symbols, hint)
-            body.meta["loop"] = spec
-            body.meta["key"] = key
+            hints = {name: hint_of(value_of(self.symbol(name))) for name in plan.symbols}
+            chunk = min(spec.chunk_size, max(2, hint_of(self.axes.length)))
             name = f"body_{spec.name}"
-            self.root.add_module(name, body)
+            setattr(self.root, name, LoopBody(plan, spec, hints, chunk))
             self.bodies[key] = name
         return self.bodies[key]
 
