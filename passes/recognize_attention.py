@@ -1,0 +1,210 @@
+"""Pass: attention that is written out becomes ``streambp::attention``.
+
+Given:  ``w = q @ k.transpose(-2, -1) * E**-0.5``
+        ``w = w.masked_fill(mask, -inf)``
+        ``w = dropout(softmax(w, dim=-1, dtype=torch.float32).to(q.dtype), 0.1, True)``
+        ``o = w @ v``
+Result: ``o = streambp.attention(q, k, v, ~mask, seed, False, E**-0.5, 0.1)[0]``
+
+Products are ``matmul``, ``@``, ``bmm``, ``baddbmm`` and ``einsum``; 3-D operands are one head each.
+
+A fill of ``-inf`` becomes a boolean bias, where a row without an allowed key is 0 (it is nan in
+the program). A finite fill becomes an additive bias, where such a row averages V. Through a fill
+no gradient reaches q and k, unlike through an added bias: q is set to 0 in such rows, which makes
+their scores equal and their gradients 0.
+
+Left alone, and reported: attention whose scores or weights are used elsewhere too, whose bias
+needs a gradient, or whose fill is no mask.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .attention_call import (
+    AttentionCall,
+    CannotNormalizeError,
+    Refusal,
+    check_bias,
+    emit_attention,
+    refusal_of,
+    tensor_of,
+)
+from .attention_products import PRODUCTS, query_and_key, value_operand
+from .attention_scores import (
+    CASTS,
+    Add,
+    Fill,
+    Multiply,
+    Scores,
+    Step,
+    check_fill,
+    scores_before,
+)
+from .dynamo_calls import argument_of, erase_unused, is_call, value_of
+from .dynamo_emit import Emitter
+
+
+def recognize_attention(graph_module: GraphModule) -> list[Refusal]:
+    """Rewrite one graph in place, without its subgraphs; returns what is left as it was."""
+    refusals: list[Refusal] = []
+    for node in list(graph_module.graph.nodes):
+        if is_call(node, "softmax") and _over_last_dim(node):
+            try:
+                _replace(node)
+            except CannotNormalizeError as error:
+                refusals.append(refusal_of(node, str(error)))
+    return refusals
+
+
+def _over_last_dim(softmax: Node) -> bool:
+    value = value_of(softmax)
+    dim = argument_of(softmax, 1, "dim")
+    return value is not None and dim in (-1, value.dim() - 1)
+
+
+def _replace(softmax: Node) -> None:
+    weights, dropout_p = _weights_after(softmax)
+    if weights is None:
+        return
+    scores = scores_before(argument_of(softmax, 0, "input"))
+    output = _only_user(weights)
+    emit = Emitter(output)
+    try:
+        attention = _emit(emit, scores, weights[-1], output, dropout_p)
+    except CannotNormalizeError:
+        emit.undo()
+        raise
+    output.replace_all_uses_with(attention)
+    erase_unused([output, *reversed(weights), *scores.chain])
+
+
+def _weights_after(softmax: Node) -> tuple[list[Node] | None, float]:
+    """The nodes from the softmax to the weights that a product takes, and their dropout.
+
+    ``None`` if no product takes them: then it is a softmax and no attention.
+    """
+    chain, dropout_p = [softmax], 0.0
+    while not any(is_call(user, *PRODUCTS) for user in chain[-1].users):
+        following = [user for user in chain[-1].users if is_call(user, "dropout", *CASTS)]
+        if not following:
+            return None, 0.0
+        node = following[0]
+        if is_call(node, "dropout"):
+            p, training = argument_of(node, 1, "p", 0.5), argument_of(node, 2, "training", True)
+            if not isinstance(p, int | float) or not isinstance(training, bool):
+                raise CannotNormalizeError("the probability of dropout is not a constant")
+            # Two masks, one after the other, keep what both keep.
+            dropout_p = 1.0 - (1.0 - dropout_p) * (1.0 - (p if training else 0.0))
+        chain.append(node)
+    return chain, dropout_p
+
+
+def _only_user(weights: list[Node]) -> Node:
+    for node in weights:
+        if len(node.users) != 1:
+            raise CannotNormalizeError(f"the attention weights {node} are used elsewhere as well")
+    (output,) = weights[-1].users
+    return output
+
+
+def _emit(emit: Emitter, scores: Scores, weights: Node, output: Node, dropout_p: float) -> Node:
+    query, key = query_and_key(emit, scores.product)
+    value, order = value_operand(emit, output, weights)
+    bias = _Bias(emit, tensor_of(scores.product).dtype)
+    for step in scores.steps:
+        bias.apply(step)
+    dtype = tensor_of(scores.product).dtype
+    call = AttentionCall(
+        query=bias.without_filled_rows(query),
+        key=key,
+        value=value,
+        bias=bias.combined(),
+        causal=False,
+        scale=bias.scale,
+        dropout_p=dropout_p,
+        dtype=dtype,
+        bias_dtype=None,
+        out_dtype=tensor_of(output).dtype,
+        grouped=False,
+    )
+    attention = emit_attention(emit, call)
+    return attention if order is None else emit.method("permute", attention, *order)
+
+
+class _Bias:
+    """The steps applied so far: scores are ``scale * product + additive`` where ``allowed``."""
+
+    def __init__(self, emit: Emitter, dtype: torch.dtype) -> None:
+        self.scale = 1.0
+        self._emit = emit
+        self._dtype = dtype
+        self._additive: Node | None = None
+        self._allowed: Node | None = None
+        self._unfilled: Node | None = None
+
+    def apply(self, step: Step) -> None:
+        """One more step.
+
+        Raises:
+            CannotNormalizeError: a bias needs a gradient, or a fill is no mask.
+        """
+        if isinstance(step, Multiply):
+            if step.factor <= 0.0 and (self._allowed is not None or self._unfilled is not None):
+                raise CannotNormalizeError("masked scores are multiplied by a negative number")
+            self.scale *= step.factor
+            if self._additive is not None:
+                self._additive = self._times(self._additive, step.factor)
+        elif isinstance(step, Add):
+            check_bias(step.bias)
+            self._add(self._times(step.bias, step.factor))
+        else:
+            self._fill(step)
+
+    def _times(self, node: Node, factor: float) -> Node:
+        return node if factor == 1.0 else self._emit.call(operator.mul, node, factor)
+
+    def _add(self, bias: Node) -> None:
+        if self._additive is not None:
+            bias = self._emit.call(operator.add, self._additive, bias)
+        self._additive = bias
+
+    def _fill(self, step: Fill) -> None:
+        check_fill(step.fill)
+        mask = step.mask
+        if tensor_of(mask).dtype != torch.bool:
+            mask = self._emit.method("to", mask, torch.bool)
+        allowed = mask if step.keeps else self._emit.call(torch.logical_not, mask)
+        if step.fill == -math.inf:
+            self._allowed = self._and(self._allowed, allowed)
+            return
+        self._unfilled = self._and(self._unfilled, allowed)
+        kept = self._additive
+        if kept is None:
+            device = tensor_of(mask).device
+            kept = self._emit.call(torch.zeros, (), device=device, dtype=self._dtype)
+        self._additive = self._emit.call(torch.where, allowed, kept, step.fill)
+
+    def _and(self, one: Node | None, other: Node) -> Node:
+        return other if one is None else self._emit.call(operator.and_, one, other)
+
+    def combined(self) -> Node | None:
+        """The op's bias."""
+        if self._additive is None or self._allowed is None:
+            return self._additive if self._allowed is None else self._allowed
+        infinity = -math.inf
+        return self._emit.call(torch.where, self._allowed, self._additive, infinity)
+
+    def without_filled_rows(self, query: Node) -> Node:
+        """``query``, and 0 in rows whose scores are all filled."""
+        if self._unfilled is None:
+            return query
+        free = self._unfilled if self._allowed is None else self._and(self._allowed, self._unfilled)
+        some = self._emit.method("any", free, -1, True)
+        value = tensor_of(query)
+        zero = self._emit.call(torch.zeros, (), device=value.device, dtype=value.dtype)
+        return self._emit.call(torch.where, some, query, zero)
