@@ -53,6 +53,6 @@ def assert_streamed_whole() -> None:
     if BACKEND != "streambp":
         return
     report = last_report()
-    reasons = "\n".join(f"{b.op} at {b.source}: {b.reason}" for b in report.barriers)
-    assert not report.barriers, f"left unstreamed:\n{reasons}"
+    problems = "\n".join(report.problems())
+    assert not problems, f"left unstreamed:\n{problems}"
     assert report.loops, "nothing was streamed"

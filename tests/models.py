@@ -91,10 +91,11 @@ STOCHASTIC = ("gpt2_dropout",)
 NAMES = OWN + tuple(name for name in _CONFIGS if name not in STOCHASTIC)
 
 
-def build(name: str, *, seed: int = 0, **changes: Any) -> nn.Module:
+def build(name: str, *, seed: int = 0, **changes: Any) -> Any:
     """The model called ``name`` in training mode, float32, with weights drawn from ``seed``.
 
-    ``changes`` go to the configuration of a transformers class.
+    ``changes`` go to the configuration of a transformers class. The type is open so that tests may
+    name submodules.
 
     Raises:
         KeyError: there is no such model.
@@ -106,9 +107,7 @@ def build(name: str, *, seed: int = 0, **changes: Any) -> nn.Module:
     return from_transformers(family, {**settings, **changes})
 
 
-def from_transformers(
-    family: str, settings: dict[str, Any], *, attention: str = "sdpa"
-) -> nn.Module:
+def from_transformers(family: str, settings: dict[str, Any], *, attention: str = "sdpa") -> Any:
     """The causal language model of ``family`` with random weights large enough to matter."""
     config = getattr(transformers, f"{family}Config")(**settings)
     config._attn_implementation = attention
@@ -157,7 +156,7 @@ class _DtypePreserving(nn.Module):
             return self.model(*args, **kwargs)
 
 
-def make_dtype_preserving(model: nn.Module) -> nn.Module:
+def make_dtype_preserving(model: nn.Module) -> Any:
     """``model`` in float64, with each cast to float32 in its forward answered by one to float64."""
     return _DtypePreserving(model.double())
 

@@ -246,7 +246,7 @@ def test_loss_that_computes_its_gradient_in_forward_breaks_compilation() -> None
             return F.cross_entropy(logits, labels)
 
         @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
             return ctx.saved_tensors[0] * grad, None
 
     class WithFused(LogitsOnly):

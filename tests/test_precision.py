@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -90,7 +91,7 @@ class Head(nn.Module):
         return F.cross_entropy(logits.float() if self.upcast else logits, labels)
 
 
-def _head_error(chunk: int, **options: object) -> float:
+def _head_error(chunk: int, **options: Any) -> float:
     """Relative error of the head's bfloat16 gradient over 4096 tokens; ``chunk`` 0 is eager."""
     torch.manual_seed(0)
     head = Head().bfloat16()
