@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,186 +10,37 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import streambp_fx.passes.rules.attention  # noqa: F401  (registers the rules)
 from streambp_fx.ops import attention_engines
-from streambp_fx.ops.attention_dropout import keep_factors, philox4x32
 from streambp_fx.passes.rules import call_of, check_spec, rule_for
 
+from .attention_cases import (
+    BIASES,
+    SCALE,
+    SIZES,
+    TILINGS,
+    Case,
+    assert_equal,
+    check_against_sdpa,
+    make_case,
+    run_chunked,
+    set_tiling,
+)
+
 streambp = torch.ops.streambp
-SCALE = 0.3
-
-
-@dataclass
-class Case:
-    """Operands of one attention, and the same attention by SDPA."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    bias: Tensor | None
-    causal: bool
-
-    def reference(self) -> Tensor:
-        mask = self.bias
-        if self.causal and mask is not None:
-            triangle = torch.ones(self.query.shape[2], self.key.shape[2]).tril().bool()
-            if mask.dtype == torch.bool:
-                mask = mask & triangle
-            else:
-                mask = mask.masked_fill(~triangle, -math.inf)
-        # The math backend: the fused one is wrong in backward for rows with a finite fill.
-        with sdpa_kernel(SDPBackend.MATH):
-            return F.scaled_dot_product_attention(
-                self.query,
-                self.key,
-                self.value,
-                attn_mask=mask,
-                is_causal=self.causal and mask is None,
-                scale=SCALE,
-                enable_gqa=True,
-            )
-
-    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.query, self.key, self.value
-
-
-def make_case(
-    batch: int = 2,
-    heads: int = 4,
-    key_heads: int = 2,
-    queries: int = 23,
-    keys: int | None = None,
-    size: int = 8,
-    value_size: int = 8,
-    bias: Tensor | None = None,
-    causal: bool = True,
-    dtype: torch.dtype = torch.float64,
-    seed: int = 0,
-) -> Case:
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(heads: int, length: int, size: int) -> Tensor:
-        drawn = torch.randn(batch, length, heads, size, generator=generator, dtype=torch.float64)
-        return drawn.to(dtype).transpose(1, 2).requires_grad_()
-
-    keys = queries if keys is None else keys
-    return Case(
-        normal(heads, queries, size),
-        normal(key_heads, keys, size),
-        normal(key_heads, keys, value_size),
-        bias,
-        causal,
-    )
-
-
-def chunks(length: int, size: int) -> Iterator[tuple[int, int]]:
-    for start in range(0, length, size):
-        yield start, min(start + size, length)
-
-
-def rows_of(bias: Tensor | None, start: int, stop: int) -> Tensor | None:
-    if bias is None or bias.dim() < 2 or bias.shape[-2] == 1:
-        return bias
-    return bias[..., start:stop, :]
-
-
-def run_chunked(
-    case: Case,
-    grad_out: Tensor,
-    size: int,
-    seed: Tensor | None = None,
-    dropout_p: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Out and gradients, with what a causal chunk must not read set to nan."""
-    query, key, value = (operand.detach() for operand in case.operands())
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    grad_key, grad_value = (torch.zeros_like(operand, dtype=dtype) for operand in (key, value))
-    outs, grad_queries = [], []
-    for start, stop in reversed(list(chunks(query.shape[2], size))):
-        past_key, past_value = key.clone(), value.clone()
-        if case.causal:
-            past_key[:, :, stop:] = math.nan
-            past_value[:, :, stop:] = math.nan
-        common = (rows_of(case.bias, start, stop), seed)
-        constants = (start, case.causal, SCALE, dropout_p)
-        chunk = query[:, :, start:stop]
-        out, logsumexp = streambp.attention_chunk(chunk, past_key, past_value, *common, *constants)
-        operands = (grad_out[:, :, start:stop], chunk, past_key, past_value, *common)
-        grad_queries.append(
-            streambp.attention_chunk_backward(
-                *operands, out, logsumexp, grad_key, grad_value, *constants
-            )
-        )
-        outs.append(out)
-    return torch.cat(outs[::-1], 2), torch.cat(grad_queries[::-1], 2), grad_key, grad_value
-
-
-def assert_equal(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], atol: float) -> None:
-    for one, other in zip(actual, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0.0, atol=atol)
-
-
-def check_against_sdpa(case: Case, sizes: tuple[int, ...], atol: float = 1e-12) -> None:
-    reference = case.reference()
-    grad_out = torch.randn(reference.shape, dtype=reference.dtype)
-    expected = (reference, *torch.autograd.grad(reference, case.operands(), grad_out))
-    out, _ = streambp.attention(*case.operands(), case.bias, None, case.causal, SCALE, 0.0)
-    whole = (out, *torch.autograd.grad(out, case.operands(), grad_out))
-    assert_equal(whole, expected, atol)
-    for size in sizes:
-        assert_equal(run_chunked(case, grad_out, size), expected, atol)
-
-
-SIZES = (23, 12, 8, 4, 1)
-TILINGS = [2048, 5]
 
 
 @pytest.fixture(params=TILINGS, ids=["one_tile", "many_tiles"])
-def tiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(attention_engines, "_KEYS", request.param)
-    if request.param != 2048:
-        monkeypatch.setattr(attention_engines, "_SCORES", 200)
-        monkeypatch.setattr(attention_engines, "_BIAS", 30)
-    return request.param
-
-
-def padding(batch: int, length: int) -> Tensor:
-    """Left padding: the first rows of all but the first sequence have no key under causality."""
-    padded = torch.arange(batch)[:, None] * 3
-    return (torch.arange(length) >= padded)[:, None, None, :]
-
-
-BIASES = {
-    "none": lambda b, h, t: None,
-    "random_bool": lambda b, h, t: torch.rand(b, 1, t, t) > 0.3,
-    "left_padding": lambda b, h, t: padding(b, t),
-    "some_rows_see_nothing": lambda b, h, t: torch.rand(b, h, t, 1) > 0.3,
-    "two_dims": lambda b, h, t: torch.rand(t, t) > 0.3,
-    "three_dims": lambda b, h, t: torch.randn(h, t, t, dtype=torch.float64),
-    "alibi": lambda b, h, t: (
-        -torch.arange(1, h + 1)[:, None, None]
-        * (torch.arange(t)[:, None] - torch.arange(t)).abs().double()
-    ),
-    "additive_inf_padding": lambda b, h, t: torch.zeros(
-        b, 1, t, t, dtype=torch.float64
-    ).masked_fill(~padding(b, t), -math.inf),
-    "additive_finite_padding": lambda b, h, t: torch.zeros(
-        b, 1, 1, t, dtype=torch.float64
-    ).masked_fill(~padding(b, t), torch.finfo(torch.float64).min),
-    "additive_float32_fill": lambda b, h, t: torch.zeros(
-        b, 1, t, t, dtype=torch.float64
-    ).masked_fill(~padding(b, t) | torch.ones(t, t).triu(1).bool(), torch.finfo(torch.float32).min),
-}
+def tiling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_tiling(monkeypatch, request.param)
 
 
 @pytest.mark.parametrize("bias", BIASES)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("batch", "heads", "key_heads"), [(1, 4, 4), (2, 4, 2), (3, 3, 1)])
 def test_equals_sdpa(
-    tiling: int, batch: int, heads: int, key_heads: int, causal: bool, bias: str
+    tiling: None, batch: int, heads: int, key_heads: int, causal: bool, bias: str
 ) -> None:
     torch.manual_seed(0)
     made = BIASES[bias](batch, heads, 23)
@@ -201,7 +48,7 @@ def test_equals_sdpa(
     check_against_sdpa(case, SIZES)
 
 
-def test_equals_sdpa_where_queries_and_keys_differ_in_number(tiling: int) -> None:
+def test_equals_sdpa_where_queries_and_keys_differ_in_number(tiling: None) -> None:
     torch.manual_seed(0)
     check_against_sdpa(make_case(queries=7, keys=23, causal=False), (7, 3))
     bias = torch.rand(7, 23) > 0.3
@@ -209,7 +56,7 @@ def test_equals_sdpa_where_queries_and_keys_differ_in_number(tiling: int) -> Non
 
 
 @pytest.mark.parametrize(("size", "value_size"), [(8, 5), (7, 7), (3, 16)])
-def test_head_sizes_that_kernels_refuse(tiling: int, size: int, value_size: int) -> None:
+def test_head_sizes_that_kernels_refuse(tiling: None, size: int, value_size: int) -> None:
     torch.manual_seed(0)
     for bias in (None, torch.rand(2, 1, 23, 23) > 0.3):
         case = make_case(size=size, value_size=value_size, bias=bias)
@@ -346,116 +193,6 @@ class TestErrors:
             streambp.attention(*case.operands(), None, None, True, SCALE, 0.5)
 
 
-class TestDropout:
-    SEED = torch.tensor(0x1234567890ABCDE)
-
-    def test_philox_known_answers(self) -> None:
-        """From the Random123 distribution (kat_vectors, philox4x32 10)."""
-        for words, key, expected in [
-            ((0,) * 4, (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-            (
-                (0xFFFFFFFF,) * 4,
-                (0xFFFFFFFF,) * 2,
-                (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
-            ),
-            (
-                (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344),
-                (0xA4093822, 0x299F31D0),
-                (0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1),
-            ),
-        ]:
-            counter = tuple(torch.tensor(word) for word in words)
-            result = philox4x32(counter, tuple(torch.tensor(word) for word in key))
-            assert tuple(word.item() for word in result) == expected
-
-    def test_tiles_are_parts_of_one_mask(self) -> None:
-        whole = keep_factors(self.SEED, 2, 3, range(11), range(13), 0.3, torch.float64)
-        for rows, keys in [(range(3, 7), range(5, 13)), (range(11), range(1, 2))]:
-            tile = keep_factors(self.SEED, 2, 3, rows, keys, 0.3, torch.float64)
-            expected = whole[:, :, rows.start : rows.stop, keys.start : keys.stop]
-            assert torch.equal(tile, expected)
-
-    def test_distribution(self) -> None:
-        factors = keep_factors(self.SEED, 2, 4, range(200), range(200), 0.3, torch.float64)
-        kept = (factors > 0).double()
-        assert set(factors.unique().tolist()) == {0.0, 1 / 0.7}
-        deviation = math.sqrt(0.3 * 0.7)
-        assert abs(kept.mean() - 0.7) < 4 * deviation / math.sqrt(kept.numel())
-        for dim in range(4):
-            others = [other for other in range(4) if other != dim]
-            means = kept.mean(others)
-            count = kept.numel() / kept.shape[dim]
-            assert (means - 0.7).abs().max() < 5 * deviation / math.sqrt(count)
-        # Neighbours along each index are independent.
-        centred = kept - 0.7
-        for dim in range(4):
-            size = kept.shape[dim] - 1
-            products = centred.narrow(dim, 0, size) * centred.narrow(dim, 1, size)
-            assert abs(products.mean()) < 5 * deviation**2 / math.sqrt(products.numel())
-
-    def test_another_seed_is_another_mask(self) -> None:
-        one, other = (
-            keep_factors(torch.tensor(seed), 1, 1, range(32), range(32), 0.5, torch.float32)
-            for seed in (1, 1 + 2**40)
-        )
-        assert 0.3 < (one == other).double().mean() < 0.7
-
-    @pytest.mark.parametrize("bias", ["none", "left_padding"])
-    def test_equals_the_definition_for_every_chunking(self, tiling: int, bias: str) -> None:
-        torch.manual_seed(0)
-        case = make_case(bias=BIASES[bias](2, 4, 23))
-        length, dropout_p = 23, 0.4
-        allowed = torch.ones(length, length).tril().bool()
-        if case.bias is not None:
-            allowed = allowed & case.bias
-        repeated = [operand.repeat_interleave(2, 1) for operand in (case.key, case.value)]
-        scores = (case.query @ repeated[0].mT * SCALE).masked_fill(~allowed, -math.inf)
-        weights = scores.softmax(-1).nan_to_num(0.0)
-        factors = keep_factors(
-            self.SEED, 2, 4, range(length), range(length), dropout_p, torch.float64
-        )
-        reference = (weights * factors) @ repeated[1]
-        grad_out = torch.randn(reference.shape, dtype=torch.float64)
-        expected = (
-            reference,
-            *(
-                gradient.nan_to_num(0.0)
-                for gradient in torch.autograd.grad(reference, case.operands(), grad_out)
-            ),
-        )
-        out, _ = streambp.attention(*case.operands(), case.bias, self.SEED, True, SCALE, dropout_p)
-        assert_equal((out, *torch.autograd.grad(out, case.operands(), grad_out)), expected, 1e-12)
-        for size in SIZES:
-            chunked = run_chunked(case, grad_out, size, self.SEED, dropout_p)
-            assert_equal(chunked, expected, 1e-12)
-
-    def test_everything_is_dropped(self) -> None:
-        case = make_case()
-        out, _ = streambp.attention(*case.operands(), None, self.SEED, True, SCALE, 1.0)
-        assert torch.equal(out, torch.zeros_like(out))
-
-
-def test_no_matrix_of_all_scores_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tensor ops stay within their bound of elements at a time."""
-    monkeypatch.setattr(attention_engines, "_KEYS", 16)
-    monkeypatch.setattr(attention_engines, "_SCORES", 1024)
-    largest = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            result = func(*args, **(kwargs or {}))
-            if isinstance(result, Tensor):
-                largest = max(largest, result.numel())
-            return result
-
-    case = make_case(queries=128)
-    grad_out = torch.zeros(2, 4, 128, 8, dtype=torch.float64)
-    with Watch():
-        run_chunked(case, grad_out, 32, TestDropout.SEED, 0.2)
-    assert largest <= max(1024, case.query.numel())
-
-
 class TestCompiled:
     def chunk_program(self):
         def program(grad_out, query, key, value, grad_key, grad_value, at):
@@ -525,7 +262,7 @@ def test_rules(biased: bool, dropout_p: float) -> None:
     bias = torch.rand(2, 1, 23, 23) > 0.3 if biased else None
     case = make_case(bias=bias)
     plain = [operand.detach() for operand in case.operands()]
-    seed = TestDropout.SEED if dropout_p else None
+    seed = torch.tensor(7) if dropout_p else None
     constants = (True, SCALE, dropout_p)
 
     def program(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
