@@ -58,11 +58,11 @@ from torch._ops import HigherOrderOperator as HigherOrderOperator
 # What an op overload is, to tell it from other callables.
 from torch._ops import OpOverload as OpOverload
 
-# Traces bodies with symbolic chunk sizes.
-from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-
 # The fake mode in which Dynamo recorded a node's example value.
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+
+# Traces bodies with symbolic chunk sizes.
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
 # Which device an event of the profiler is of.
 from torch.autograd import DeviceType
@@ -75,8 +75,8 @@ from torch.profiler import profile
 # Walks arguments in nested containers, as the dispatcher's callers do.
 from torch.utils import _pytree as pytree
 
-# Leaves the tracing modes that are active while AOTAutograd calls the partitioner.
-# Sees each op that runs in a with-block.
+# The first sees each op that runs in a with-block; the second leaves the tracing modes that are
+# active while AOTAutograd calls the partitioner.
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 # Evaluates a size expression on a body's own symbols.

@@ -73,8 +73,8 @@ def _table(config: DemoConfig, rows: list[Row]) -> Table:
         title=f"One training step: {config.layers} layers, width {config.width}, "
         f"vocabulary {config.vocabulary}, {config.tokens} tokens, fp32",
         caption="Peak: bytes above the step's start, gradients allocated. Time: median of paired "
-        "ratios to gradient checkpointing, and quartiles. First: seconds of the first call, compiling "
-        "included. Error: the worst parameter's relative gradient error, against eager in fp64.",
+        "ratios to gradient checkpointing, and quartiles. First: seconds of the first call, with "
+        "compiling. Error: the worst parameter's relative gradient error, against eager in fp64.",
     )
     table.add_column("step", no_wrap=True)
     for heading in ("peak MiB", "time ratio", "first s", "error"):
