@@ -28,13 +28,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import sympy  # type: ignore[import-untyped]
+import sympy
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from streambp_fx.deferred import DeferredTensor, Recipe, deferred_tensor
+from streambp_fx.deferred import DeferredTensor, deferred_tensor
+from streambp_fx.deferred_values import Recipe
 
+from .autocast_regions import AutocastState, nodes_with_autocast
 from .frontier import (
     Frontier,
     byte_hint,
@@ -175,10 +177,11 @@ def _choose(graph: Graph, outputs: Sequence[Node]) -> dict[Node, Frontier | None
         node for node in outputs if _is_large(node, tokens) and _sizes_known(node, set(symbols))
     ]
     order = {node: index for index, node in enumerate(graph.nodes)}
+    autocast = dict(nodes_with_autocast(graph, AutocastState()))
     chosen: dict[Node, Frontier | None] = {}
     kept: dict[Node, None] = {}
     for node in sorted(large, key=order.__getitem__, reverse=True):
-        frontier = cheapest_frontier(node, order)
+        frontier = cheapest_frontier(node, order, autocast)
         if not chosen or node in kept:
             # One tensor at most the size of a hidden state may stay: a model with few classes.
             frontier = frontier or itself(node)
@@ -259,6 +262,7 @@ def _exchange(
     placeholders = list(gm.graph.find_nodes(op="placeholder"))
     index_of = {node: index for index, node in enumerate(placeholders)}
     symbols = _symbol_positions(placeholders)
+    autocast = dict(nodes_with_autocast(gm.graph, AutocastState()))
     plans: dict[Node, DeferredOutput] = {}
     for node, frontier in frontiers.items():
         value = example_of(node)
@@ -267,6 +271,7 @@ def _exchange(
                 node.name,
                 extract(frontier, gm) if frontier else None,
                 rowwise=frontier is not None and is_rowwise(frontier),
+                autocast=autocast[node].entered,
             ),
             frontier=tuple(positions[n] for n in frontier.nodes) if frontier else (),
             inputs=tuple(index_of[n] for n in frontier.inputs if n in index_of) if frontier else (),

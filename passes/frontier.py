@@ -9,10 +9,10 @@ frontier
     holds the parameters and the token ids anyway.
 
 The walk starts at the output and takes the latest node of the frontier inside, as long as that
-node can be run again (no random numbers, nothing changed in place) and at most one matrix product
-is inside. For logits it passes scale, softcap and casts, the head's product, and then the final
-norm, where bytes no longer fall. Without the limit it would end at the token ids, 0 bytes, with
-the whole model inside.
+node can be run again (no random numbers, nothing changed in place, in the output's autocast
+region) and at most one matrix product is inside. For logits it passes scale, softcap and casts,
+the head's product, and then the final norm, where bytes no longer fall. Without the limit it would
+end at the token ids, 0 bytes, with the whole model inside.
 """
 
 from __future__ import annotations
@@ -27,12 +27,16 @@ from torch.fx import Graph, GraphModule, Node
 
 from streambp_fx._torch import HigherOrderOperator, TorchDispatchMode, pytree
 
+from .autocast_regions import AutocastState
 from .placement import hint_of, product, same_size
 
 aten = torch.ops.aten
 INPUTS = ("placeholder", "get_attr")
+# A table lookup is the product with a one-hot matrix. Counting it keeps the walk from ending at the
+# token ids in the first layer, whose K/V cache would then differ from the other layers'.
 _PRODUCTS = frozenset(
     {
+        aten.embedding.default,
         aten.mm.default,
         aten.addmm.default,
         aten.bmm.default,
@@ -75,8 +79,13 @@ def itself(output: Node) -> Frontier:
     return Frontier(output, (output,), (), ())
 
 
-def cheapest_frontier(output: Node, order: Mapping[Node, int]) -> Frontier | None:
-    """The frontier of ``output`` with the fewest bytes, or ``None`` if none has fewer than it."""
+def cheapest_frontier(
+    output: Node, order: Mapping[Node, int], autocast: Mapping[Node, AutocastState]
+) -> Frontier | None:
+    """The frontier of ``output`` with the fewest bytes, or ``None`` if none has fewer than it.
+
+    ``order`` and ``autocast`` have the position and the autocast region of each node.
+    """
     best: Frontier | None = None
     best_bytes = byte_hint(example_of(output))
     inside: list[Node] = []
@@ -86,7 +95,7 @@ def cheapest_frontier(output: Node, order: Mapping[Node, int]) -> Frontier | Non
     while frontier:
         latest = max(frontier, key=order.__getitem__)
         ops = ops_of(latest)
-        if ops is None or not _repeatable(latest, ops):
+        if ops is None or autocast[latest] != autocast[output] or not _repeatable(latest, ops):
             break
         products += is_product(ops)
         if products > 1:
@@ -118,7 +127,8 @@ class _Record(TorchDispatchMode):
         self.ops: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.ops.append(func)
+        if func.namespace != "prim":  # questions such as prim.device compute nothing
+            self.ops.append(func)
         return func(*args, **(kwargs or {}))
 
 

@@ -1,19 +1,9 @@
-"""Outputs that are computed when they are first used.
+"""The tensor that stands for an output which is computed when it is first used.
 
 A model in training returns its logits beside its loss, and few callers look at them. A
 `DeferredTensor` stands in the logits' place: it has their shape, dtype and device and holds what
 they are computed *from* (the last hidden state and the head's weights), which is smaller by the
 factor ``vocabulary / hidden size``. The first op that needs its elements computes them.
-
-Glossary
---------
-recipe
-    How an output is computed, fixed when the graph was compiled: a small graph and its operands.
-origin
-    Where the elements live. Views of one tensor share an origin, as they would share a storage.
-view
-    An op that only changes how elements are indexed. A deferred tensor is an origin and a chain
-    of views of it, applied once the origin has its elements.
 
 Gradients do not flow through a deferred tensor. Where the original output had a gradient, so has
 the deferred one, and its backward raises: a term that is silently missing from a sum of losses
@@ -23,206 +13,24 @@ would be a wrong gradient.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._torch import pytree
+from .deferred_values import (
+    KEEP_OUTPUTS,
+    Copy,
+    DeferredOutputError,
+    Origin,
+    Recipe,
+    Replay,
+    View,
+    apply_views,
+)
 
 aten = torch.ops.aten
-
-KEEP_OUTPUTS = 'options={"keep_outputs": True}'
-
-
-class DeferredOutputError(RuntimeError):
-    """A deferred output was asked for something that it can not give."""
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How one output of a compiled graph is computed.
-
-    name
-        The output's name, for messages.
-    graph
-        Maps the operands to the output; ``None`` for an output that can not be computed again.
-    rowwise
-        The graph's first operand has the output's shape up to its last dim, and each of the
-        output's rows (all dims but the last) depends on the same row of it alone. A slice of the
-        output can then be computed from the same slice of the operand.
-    """
-
-    name: str
-    graph: torch.fx.GraphModule | None
-    rowwise: bool = False
-
-
-@dataclass(frozen=True)
-class _View:
-    """One op of a chain of views: ``op(tensor, *args, **kwargs)``."""
-
-    op: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        result: Tensor = self.op(tensor, *self.args, **self.kwargs)
-        return result
-
-    def takes_rows(self, ndim: int) -> bool:
-        """Whether it selects rows of a tensor with ``ndim`` dims and leaves the last dim whole."""
-        if self.op not in (aten.slice.Tensor, aten.select.int):
-            return False
-        dim = self.args[0] if self.args else self.kwargs.get("dim", 0)
-        return bool(dim % ndim != ndim - 1)
-
-
-def _apply(views: Sequence[_View], tensor: Tensor) -> Tensor:
-    for view in views:
-        tensor = view(tensor)
-    return tensor
-
-
-def _version(tensor: Tensor) -> int | None:
-    """Its count of in-place changes; inference tensors have none."""
-    return None if tensor.is_inference() else tensor._version
-
-
-class _Origin:
-    """The elements of a deferred tensor and of all views of it."""
-
-    def __init__(self) -> None:
-        self._elements: Tensor | None = None
-        self.writes = 0  # in-place changes since the elements were computed
-
-    @property
-    def computed(self) -> bool:
-        return self._elements is not None
-
-    def elements(self) -> Tensor:
-        """All elements, computed at the first call."""
-        if self._elements is None:
-            self._elements = self._compute()
-            self._release()
-        return self._elements
-
-    def rows(self, views: Sequence[_View]) -> Tensor | None:
-        """The elements seen through ``views`` without computing the others, where that is known
-        to be possible."""
-        raise NotImplementedError
-
-    def _compute(self) -> Tensor:
-        raise NotImplementedError
-
-    def _release(self) -> None:
-        raise NotImplementedError
-
-
-class _Replay(_Origin):
-    """Elements that a recipe computes from the operands of one call."""
-
-    def __init__(self, recipe: Recipe, operands: Sequence[Any], device_type: str) -> None:
-        super().__init__()
-        self._recipe = recipe
-        self._operands = tuple(operands)
-        self._states = [
-            (_version(operand), operand.data_ptr()) if isinstance(operand, Tensor) else None
-            for operand in operands
-        ]
-        # The graph was traced under the autocast state of its call, which guards check.
-        self._autocast = (
-            device_type,
-            torch.get_autocast_dtype(device_type),
-            torch.is_autocast_enabled(device_type),
-        )
-
-    def rows(self, views: Sequence[_View]) -> Tensor | None:
-        if not self._recipe.rowwise or not views:
-            return None
-        ndim = self._operands[0].ndim
-        for view in views:
-            if not view.takes_rows(ndim):
-                return None
-            ndim -= view.op is aten.select.int
-        self._check()
-        return self._run(_apply(views, self._operands[0]), *self._operands[1:])
-
-    def _compute(self) -> Tensor:
-        self._check()
-        return self._run(*self._operands)
-
-    def _release(self) -> None:
-        self._operands = ()
-        self._states = []
-
-    def _run(self, *operands: Any) -> Tensor:
-        if self._recipe.graph is None:
-            raise RuntimeError(f"the recipe of {self._recipe.name!r} has no graph to run")
-        device_type, dtype, enabled = self._autocast
-        with torch.no_grad(), torch.autocast(device_type, dtype=dtype, enabled=enabled):
-            result: Tensor = self._recipe.graph(*operands)
-        return result
-
-    def _check(self) -> None:
-        name = self._recipe.name
-        if self._recipe.graph is None:
-            raise DeferredOutputError(
-                f"the output {name!r} was left out of the compiled step: keeping it would hold a "
-                "tensor of the whole sequence that the loss does not need. Compile with "
-                f"{KEEP_OUTPUTS} to get it at its full memory cost, or ask the model not to "
-                "return it (use_cache=False for past_key_values, output_hidden_states=False for "
-                "hidden_states)."
-            )
-        for operand, state in zip(self._operands, self._states, strict=True):
-            if state is not None and state != (_version(operand), operand.data_ptr()):
-                raise DeferredOutputError(
-                    f"the output {name!r} is computed when it is first used, and a tensor it is "
-                    f"computed from (shape {tuple(operand.shape)}) has changed since: most often "
-                    "the weights, in optimizer.step(). Use the output before that (for example "
-                    f"clone it to another device, or reduce it), or compile with {KEEP_OUTPUTS}."
-                )
-
-
-class _Copy(_Origin):
-    """Elements that are a copy (another dtype or memory format) of a deferred tensor's."""
-
-    def __init__(self, source: DeferredTensor, copy: _View) -> None:
-        super().__init__()
-        self._source: DeferredTensor | None = source
-        self._copy = copy
-        self._writes = source._origin.writes
-
-    def rows(self, views: Sequence[_View]) -> Tensor | None:
-        source = self._unchanged_source()
-        part = source._origin.rows((*source._views, *views))
-        # A slice's memory format is not the whole's, so only the dtype is converted.
-        return None if part is None else part.to(source_dtype(self._copy, part.dtype))
-
-    def _compute(self) -> Tensor:
-        return self._copy(self._unchanged_source()._materialize())
-
-    def _release(self) -> None:
-        self._source = None
-
-    def _unchanged_source(self) -> DeferredTensor:
-        if self._source is None:
-            raise RuntimeError("a computed copy has no source")
-        if self._source._origin.writes != self._writes:
-            raise DeferredOutputError(
-                "a copy of a deferred output is computed when it is first used, and the output "
-                "was changed in place since: use the copy before the change, or compile with "
-                f"{KEEP_OUTPUTS}."
-            )
-        return self._source
-
-
-def source_dtype(copy: _View, default: torch.dtype) -> torch.dtype:
-    """The dtype of a copy made by ``copy`` from a tensor of dtype ``default``."""
-    dtype: torch.dtype | None = copy.kwargs.get("dtype")
-    return default if dtype is None else dtype
-
 
 _VIEWS = frozenset(
     {
@@ -257,8 +65,8 @@ class DeferredTensor(torch.Tensor):
             changed in place since the call that returned it.
     """
 
-    _origin: _Origin
-    _views: tuple[_View, ...]
+    _origin: Origin
+    _views: tuple[View, ...]
     _layout: Tensor
     _part: Tensor | None
 
@@ -267,7 +75,7 @@ class DeferredTensor(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, origin: _Origin, views: tuple[_View, ...], layout: Tensor, device: torch.device
+        cls, origin: Origin, views: tuple[View, ...], layout: Tensor, device: torch.device
     ) -> DeferredTensor:
         """``layout`` is a meta tensor with the shape, strides and dtype."""
         self: DeferredTensor = torch.Tensor._make_wrapper_subclass(
@@ -295,7 +103,7 @@ class DeferredTensor(torch.Tensor):
         kwargs = kwargs or {}
         source = args[0] if args else None
         if isinstance(source, DeferredTensor):
-            step = _View(func, args[1:], kwargs)
+            step = View(func, args[1:], kwargs)
             if func in _VIEWS:
                 return source._viewed(step)
             if func in _COPIES and kwargs.get("device") in (None, source.device):
@@ -323,24 +131,24 @@ class DeferredTensor(torch.Tensor):
             wrapper._origin.writes += 1
         return pytree.tree_map(lambda value: wrappers.get(id(value), value), result)
 
-    def _viewed(self, view: _View) -> DeferredTensor:
+    def _viewed(self, view: View) -> DeferredTensor:
         if view.op is aten.detach.default or view.op is aten.alias.default:
             return DeferredTensor(self._origin, self._views, self._layout, self.device)
         return DeferredTensor(self._origin, (*self._views, view), view(self._layout), self.device)
 
-    def _copied(self, copy: _View) -> DeferredTensor:
+    def _copied(self, copy: View) -> DeferredTensor:
         on_meta = {
             name: value
             for name, value in copy.kwargs.items()
             if name not in ("device", "pin_memory", "non_blocking")
         }
         layout = copy.op(self._layout, *copy.args, **on_meta)
-        return DeferredTensor(_Copy(self, copy), (), layout, self.device)
+        return DeferredTensor(Copy(self, copy), (), layout, self.device)
 
     def _shared(self) -> Tensor:
         """The elements as a view of the origin's, so that writes are seen by other views."""
         self._part = None
-        return _apply(self._views, self._origin.elements())
+        return apply_views(self._views, self._origin.elements())
 
     def _materialize(self) -> Tensor:
         """The elements as a plain tensor without gradient, computed at the first call."""
@@ -355,13 +163,16 @@ class DeferredTensor(torch.Tensor):
         return self._materialize().detach().requires_grad_(self.requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        if self._origin.computed:
+        if self._origin.computed or self._part is not None:
             return repr(self._materialize())
         gradient = ", requires_grad=True" if self.requires_grad else ""
         return (
             f"DeferredTensor(deferred, shape={tuple(self.shape)}, dtype={self.dtype}, "
             f"device={str(self.device)!r}{gradient})"
         )
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if self.ndim == 0 else super().__format__(spec)
 
     # What follows reads memory without going through an op.
 
@@ -445,7 +256,7 @@ def deferred_tensor(
     with their state at this call before that.
     """
     layout = torch.empty_strided(tuple(size), tuple(stride), dtype=dtype, device="meta")
-    origin = _Replay(recipe, operands, device.type)
+    origin = Replay(recipe, operands, device.type)
 
     def build() -> DeferredTensor:
         return DeferredTensor(origin, (), layout, device)
