@@ -85,9 +85,12 @@ def replay_random_ops(gm: GraphModule) -> list[tuple[Node, str]]:
         if not _draws(node) or is_seed(node):
             continue
         replacement = _REPLACEMENTS.get(node.target)
-        reason = _obstacle(node) if replacement else "is no pointwise function of uniform numbers"
-        if replacement is None or reason is not None:
-            left.append((node, f"{node.target} draws random numbers and {reason}"))
+        if replacement is None:
+            left.append((node, "the op is no pointwise function of uniform numbers"))
+            continue
+        obstacle = _obstacle(node)
+        if obstacle is not None:
+            left.append((node, f"the op {obstacle}"))
             continue
         with gm.graph.inserting_before(node):
             replacement(_Draw(node, seeds))
