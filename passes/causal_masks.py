@@ -23,6 +23,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from .mask_facts import MaskFacts, prove_mask
+from .mask_handlers import op_of
 from .mask_interpreter import Interpreter
 
 Change = Literal["removed", "replaced by causal", "causal added", "kept"]
@@ -110,7 +111,7 @@ def _operand_positions(call: Node) -> dict[str, int] | None:
     backward = torch.ops.streambp.attention_backward.default
     if call.op != "call_function" or call.target not in (attention, backward):
         return None
-    schema = call.target._schema  # type: ignore[union-attr]
+    schema = op_of(call)._schema
     return {argument.name: position for position, argument in enumerate(schema.arguments)}
 
 
