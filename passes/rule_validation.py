@@ -18,13 +18,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any
 
 import torch
 import typer
 from rich.console import Console
+from rich.progress import track
 from rich.table import Table
 
 from streambp_fx._torch import op_database
@@ -37,7 +39,13 @@ from .rules.sample_calls import hand_made_calls, opinfo_calls
 
 aten = torch.ops.aten
 
-WHOLE_ON_PURPOSE: dict[str, str] = {}
+_OR = "adding booleans is their `or`, but a partial result is a sum of numbers"
+WHOLE_ON_PURPOSE: dict[str, str] = {
+    "aten.any.default d": _OR,
+    "aten.any.dim d": _OR,
+    "aten.any.dims d": _OR,
+    "aten.bucketize.Tensor edges": "counts of edges do add up, but no model streams its edges",
+}
 """``op letter-role`` -> why a letter is called whole although chunking happens to be right."""
 
 # Beyond this, a call is too slow to try in chunks and shows nothing that a smaller one does not.
@@ -173,18 +181,27 @@ def _repro(call: Call, letter: str | None, chunks: str = "ragged") -> str:
     return "\n".join(lines)
 
 
-def validate(op: str | None = None, max_samples: int = 20) -> Report:
+def validate(
+    op: str | None = None,
+    max_samples: int = 20,
+    watch: Callable[[list[Any]], Iterable[Any]] = iter,
+) -> Report:
     """Validate all rules, or those reached by database entries and calls named like ``op``.
 
     ``max_samples`` bounds both the samples taken of an entry and the calls tried of an overload.
+    ``watch`` may show the progress over the entries.
     """
     report = Report()
     torch.manual_seed(0)
     validate_calls((call for call in hand_made_calls() if _named(call, op)), report, max_samples)
-    for opinfo in op_database():
-        if op is None or op in (opinfo.name, opinfo.aten_name, opinfo.aten_backward_name):
-            calls = opinfo_calls(opinfo, max_samples, report.untraced.append)
-            validate_calls(calls, report, max_samples)
+    entries = [
+        entry
+        for entry in op_database()
+        if op is None or op in (entry.name, entry.aten_name, entry.aten_backward_name)
+    ]
+    for entry in watch(entries):
+        calls = opinfo_calls(entry, max_samples, report.untraced.append)
+        validate_calls(calls, report, max_samples)
     return report
 
 
@@ -215,7 +232,7 @@ def main(
 ) -> None:
     """Try every op rule on real calls, whole and in chunks."""
     console = Console()
-    report = validate(op, max_samples)
+    report = validate(op, max_samples, partial(track, description="entries", transient=True))
     table = Table(
         "op", "calls", "no spec", "local", "sums", "rule", "whole, though right in chunks"
     )

@@ -127,8 +127,15 @@ def test_a_rule_that_is_narrower_than_the_truth_is_reported_as_missing() -> None
     report = validated(record_call(aten.neg.default, torch.rand(4, 5)))
     assert report.wrong() == []
     assert report.ops[aten.neg.default].missing() == ["rows"]
+    assert [row[-1] for row in rule_validation._rows(report)] == ["rows"]
     scan = validated(record_call(aten.cumsum.default, torch.rand(4, 5), 1))
     assert scan.ops[aten.cumsum.default].missing() == []
+
+
+def test_what_is_whole_on_purpose_is_not_shown_as_missing() -> None:
+    report = validated(record_call(aten.any.dim, torch.rand(4, 5) > 0.9, 1))
+    assert report.ops[aten.any.dim].missing() == ["d"]
+    assert [row[-1] for row in rule_validation._rows(report)] == [""]
 
 
 def test_calls_without_a_rule_are_counted() -> None:

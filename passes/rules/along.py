@@ -20,7 +20,7 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 _ALONG_DIM = (
-    *("softmax", "_softmax", "log_softmax", "_log_softmax"),
+    *("softmax", "_softmax", "log_softmax", "_log_softmax", "_safe_softmax"),
     *("_softmax_backward_data", "_log_softmax_backward_data"),
     *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp"),
     *("sort", "argsort", "topk"),
