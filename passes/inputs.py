@@ -6,7 +6,9 @@ label: a wrong one costs memory (nothing streams along it), never correctness.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch.fx import Node
@@ -14,6 +16,14 @@ from torch.fx import Node
 from .axes import Axes
 from .dataflow import JointGraph
 from .placement import Size, Streamed, expr_of, hint_of, same_size, value_of
+
+
+class InputRole(Enum):
+    """What an input is to the model: only data can carry the sequence axis."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    DATA = "data"
 
 
 @dataclass(frozen=True)
@@ -25,12 +35,12 @@ class SequenceAxis:
     inputs: dict[Node, Streamed]
 
 
-def find_sequence_axis(joint: JointGraph, parameters: set[Node]) -> SequenceAxis | None:
+def find_sequence_axis(joint: JointGraph, roles: dict[Node, InputRole]) -> SequenceAxis | None:
     """The sequence axis of the graph's data inputs, or ``None`` where there is none to stream."""
     data = [
         node
         for node in joint.primals
-        if node not in parameters and isinstance(value_of(node), torch.Tensor)
+        if roles[node] is InputRole.DATA and isinstance(value_of(node), torch.Tensor)
     ]
     lead = _leading_input(data)
     if lead is None:
@@ -46,6 +56,12 @@ def find_sequence_axis(joint: JointGraph, parameters: set[Node]) -> SequenceAxis
         if at is not None:
             inputs[other] = Streamed(at)
     return SequenceAxis(length, batch, inputs)
+
+
+def read_roles(joint: JointGraph, roles: Sequence[InputRole]) -> dict[Node, InputRole]:
+    """The role of each primal; one beyond ``roles`` (AOTAutograd added it) counts as data."""
+    given = dict(zip(joint.primals, roles, strict=False))
+    return {node: given.get(node, InputRole.DATA) for node in joint.primals}
 
 
 def _leading_input(data: list[Node]) -> tuple[Node, int] | None:

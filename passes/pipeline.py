@@ -1,6 +1,8 @@
 """The passes, in order.
 
+    replay_random_ops    random numbers become a function of a seed and the position
     normalize            aliases and repeats go
+    simplify_causal_masks  masks that are proven causal are never built
     find_axes            where the sequence axis runs, what is a barrier
     choose_cuts          which forward values are kept
     assign_stages        which segment each backward node belongs to
@@ -13,7 +15,7 @@ Every intermediate graph is kept in `History`, with the seconds each pass took.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -22,12 +24,21 @@ from torch.fx import GraphModule, Node
 
 from .axes import Axes, Barrier, find_axes
 from .body_builder import RewriteError
+from .causal_masks import simplify_causal_masks
 from .chunk_size import chunk_sizes
 from .cuts import choose_cuts
 from .dataflow import JointGraph, read_joint
-from .inputs import SequenceAxis, find_sequence_axis, label_tangents
+from .inputs import (
+    InputRole,
+    SequenceAxis,
+    find_sequence_axis,
+    label_tangents,
+    read_roles,
+)
 from .loops import LoopSpec
 from .normalize import normalize
+from .placement import source_of
+from .random_ops import replay_random_ops
 from .rewrite import Rewritten, rewrite
 from .stages import assign_stages
 
@@ -64,15 +75,22 @@ class History:
 def stream(
     graph_module: GraphModule,
     num_forward_outputs: int,
-    is_parameter: Callable[[int, Node], bool],
+    input_roles: Sequence[InputRole],
     settings: Settings,
     history: History,
 ) -> Rewritten | None:
     """Rewrite a joint (or forward-only) graph; ``None``, with the reason, where nothing streams."""
+    kept = _timed(history, "replay_random_ops", lambda: replay_random_ops(graph_module))
+    history.barriers += [
+        Barrier(str(node.target), source_of(node), f"its random numbers can not be drawn again: {why}")
+        for node, why in kept
+    ]
     normal = _timed(history, "normalize", lambda: normalize(graph_module))
+    _timed(history, "simplify_causal_masks", lambda: simplify_causal_masks(normal))
     joint = read_joint(normal.graph, num_forward_outputs)
-    parameters = {node for index, node in enumerate(joint.primals) if is_parameter(index, node)}
-    axis = find_sequence_axis(joint, parameters)
+    roles = read_roles(joint, input_roles)
+    parameters = {node for node, role in roles.items() if role is InputRole.PARAMETER}
+    axis = find_sequence_axis(joint, roles)
     if axis is None:
         history.unstreamed = "no input has a sequence axis of two or more tokens"
         return None

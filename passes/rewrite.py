@@ -156,7 +156,9 @@ class _Rewriter:
         }
         self._context(f"stage{index}", nodes, outputs)
         for node in own:
-            if self.axes.kind[node] is Kind.GLUE and is_tensor(node):
+            # Finish gradients at once, so that accumulators of one stage alone are alive. Values
+            # that no loop feeds are left to the loops that read them, by chunk.
+            if node in self.axes.after_loop and is_tensor(node):
                 self._try_whole(node)
 
     def _rebuilt(self, own: list[Node]) -> set[Node]:
@@ -299,6 +301,8 @@ class _Rewriter:
     def _remake(self, node: Node) -> bool:
         """Whether backward makes a value of forward again rather than keep it."""
         if node.op != "call_function":
+            return False
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
             return False
         return node in self.parameter_only or not node.all_input_nodes
 

@@ -22,12 +22,15 @@ from streambp_fx._torch import (
     constant_source,
     disable_current_modes,
 )
+from streambp_fx.ops.philox import uniform_decomposition
 
 from .body import BodyPlan
 from .placement import FULL
 from .run_plan import BodySizes, run_plan
 
-BODY_DECOMPOSITIONS: dict[Any, Any] = {}
+BODY_DECOMPOSITIONS: dict[Any, Any] = {
+    torch.ops.streambp.uniform.default: uniform_decomposition,
+}
 """Ops of ours that are spelled out in bodies so that Inductor can fuse them."""
 
 

@@ -13,11 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from . import ops as ops  # registers the ops that rewritten graphs call
-from ._torch import aot_autograd, inductor_config, select_decomp_table
+from ._torch import aot_autograd, default_partition, inductor_config, select_decomp_table
 from .options import Options, parse_options
+from .passes.defer_outputs import defer_outputs
+from .passes.inputs import InputRole
 from .passes.lower import lower
 from .passes.normalize_attention import normalize_attention
 from .passes.partition import split
@@ -66,7 +68,7 @@ class _Compilation:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.history = History()
-        self.parameters: list[bool] = []
+        self.roles: list[InputRole] = []
         # Inductor's settings live in context variables, and bodies compile later, some of them
         # in autograd's thread.
         self.inductor = {**inductor_config.get_config_copy(), **options.inductor}
@@ -82,7 +84,10 @@ class _Compilation:
         refusals = normalize_attention(graph_module)
         for refusal in refusals:
             log.info("attention left as it is: %s", refusal)
-        self.parameters = _parameters(graph_module, example_inputs)
+        deferral = defer_outputs(
+            graph_module, example_inputs, keep_outputs=self.options.keep_outputs
+        )
+        self.roles = _input_roles(graph_module, example_inputs)
         compiler = aot_autograd(
             fw_compiler=self._run_graph,
             bw_compiler=self._run_graph,
@@ -91,10 +96,9 @@ class _Compilation:
             decompositions=select_decomp_table(),
         )
         compiled: Callable[..., Any] = compiler(graph_module, list(example_inputs))
-        return compiled
-
-    def _is_parameter(self, index: int, node: Node) -> bool:
-        return index < len(self.parameters) and self.parameters[index]
+        if not deferral.deferred:
+            return compiled
+        return lambda *args: deferral.rebuild(compiled(*args), args)
 
     def _settings(self) -> Settings:
         options = self.options
@@ -104,19 +108,17 @@ class _Compilation:
         self, joint: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
         rewritten = stream(
-            joint, num_fwd_outputs, self._is_parameter, self._settings(), self.history
+            joint, num_fwd_outputs, self.roles, self._settings(), self.history
         )
         self._report()
         if rewritten is None:
-            from ._torch import default_partition
-
             return default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
         return split(rewritten, num_fwd_outputs)
 
     def _inference(self, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         count = len(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]
         rewritten = stream(
-            graph_module, count, self._is_parameter, self._settings(), self.history
+            graph_module, count, self.roles, self._settings(), self.history
         )
         self._report()
         target = graph_module if rewritten is None else rewritten.graph_module
@@ -136,11 +138,15 @@ class _Compilation:
         warnings.warn(message, BarrierWarning, stacklevel=2)
 
 
-def _parameters(graph_module: GraphModule, example_inputs: Sequence[Any]) -> list[bool]:
-    """For each input, whether it is a parameter or a buffer of a module."""
+def _input_roles(graph_module: GraphModule, example_inputs: Sequence[Any]) -> list[InputRole]:
+    """For each input, whether it is a parameter, a module's buffer, or data."""
     placeholders = graph_module.graph.find_nodes(op="placeholder")
-    found = []
+    roles = []
     for node, value in zip(placeholders, example_inputs, strict=True):
-        is_static = "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
-        found.append(isinstance(value, torch.nn.Parameter) or is_static)
-    return found
+        if isinstance(value, torch.nn.Parameter):
+            roles.append(InputRole.PARAMETER)
+        elif "_dynamo_static_input_type" in node.meta.get("tensor_dict", {}):
+            roles.append(InputRole.BUFFER)
+        else:
+            roles.append(InputRole.DATA)
+    return roles

@@ -1,5 +1,5 @@
 """The ops that rewritten graphs call; importing this package registers them."""
 
-from . import accumulate, attention
+from . import accumulate, attention, philox
 
-__all__ = ["accumulate", "attention"]
+__all__ = ["accumulate", "attention", "philox"]
