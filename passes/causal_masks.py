@@ -15,6 +15,7 @@ or the documents an argument of the op.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -75,8 +76,7 @@ def simplify_causal_masks(gm: GraphModule) -> list[MaskReport]:
         _apply(call, change, positions)
         source = _source_line(mask)
         reports.append(MaskReport(call.name, mask.name, change, facts[mask], source))
-    for mask in facts:
-        _erase_unused(mask)
+    _erase_unused(facts)
     gm.recompile()
     return reports
 
@@ -129,24 +129,18 @@ def _is_square(arguments: dict[str, Any]) -> bool:
     return statically_known_true(query.shape[-2] == key.shape[-2])
 
 
-def _erase_unused(node: Node) -> None:
-    pending = [node]
+def _erase_unused(masks: Iterable[Node]) -> None:
+    """Erase the masks without users, and then what only they used."""
+    pending = dict.fromkeys(masks)
     while pending:
-        unused = pending.pop()
-        if unused.users or unused.op not in ("call_function", "get_attr") or unused.is_impure():
-            continue
-        if unused not in unused.graph.nodes:
-            continue
-        inputs = list(unused.all_input_nodes)
-        unused.graph.erase_node(unused)
-        pending.extend(inputs)
+        unused, _ = pending.popitem()
+        if not unused.users and unused.op == "call_function" and not unused.is_impure():
+            pending.update(dict.fromkeys(unused.all_input_nodes))
+            unused.graph.erase_node(unused)
 
 
 def _source_line(mask: Node) -> str | None:
     """The last frame of the node's stack trace: file, line and code."""
-    trace = mask.meta.get("stack_trace")
-    if not trace:
-        return None
-    lines = [line.strip() for line in trace.strip().splitlines()]
+    lines = [line.strip() for line in (mask.meta.get("stack_trace") or "").splitlines()]
     frames = [place for place, line in enumerate(lines) if line.startswith("File ")]
-    return " ".join(lines[frames[-1] :]) if frames else lines[-1]
+    return " ".join(lines[frames[-1] : frames[-1] + 2]) if frames else None

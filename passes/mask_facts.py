@@ -62,8 +62,9 @@ class MaskFacts:
     rows_allow_self
         The key ``k = q`` is allowed, with 0 added, in every row.
     finite_fill
-        Some fill may be finite. A row in which nothing but fills is found attends to all of them.
-        The facts above are then claimed only where `rows_allow_self`.
+        Some keys are excluded by a finite fill. A row in which nothing but fills is found attends
+        to all of them, so the facts above are then claimed only where `rows_allow_self`. (An
+        element of unknown value counts as allowed, not as a fill.)
     assumes_finite
         Nodes whose elements were taken not to be +inf or NaN.
     reason
