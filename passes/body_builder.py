@@ -43,11 +43,12 @@ from .placement import (
     value_of,
 )
 from .rules import call_of, rule_for
-from .rules.spec import Dims
+from .rules.spec import Dims, Letter, Spec
 
 aten = torch.ops.aten
 streambp = torch.ops.streambp
 QUERY_ROWS = Streamed(2)
+INDEX_SUMS = {aten._unsafe_masked_index_put_accumulate.default, aten.index_put.default}
 
 
 class RewriteError(RuntimeError):
@@ -83,6 +84,7 @@ class BodyBuilder:
         self.plan = BodyPlan()
         self.made: dict[Node, Any] = {}
         self.taken: dict[tuple[Any, ...], Ref] = {}
+        self.wide: dict[tuple[Any, ...], bool] = {}
 
     def build(self, nodes: list[Node], outputs: list[Node]) -> BodyPlan:
         """Call ``nodes`` (topological order) and return ``outputs``."""
@@ -119,10 +121,9 @@ class BodyBuilder:
             return self._change_extent(node)
         if step.spec is None or step.letter is None:
             raise RewriteError(f"{node}: no rule was recorded for it")
-        refs = self._arguments(node, step.spec.inputs, step.letter, step.spec)
         if self.axes.kind[node] is Kind.SUM:
-            return self._sum(node, refs)
-        args, kwargs = refs
+            return self._sum(node, step.spec, step.letter)
+        args, kwargs = self._arguments(node, step.spec, step.letter)
         return self.plan.add_call(
             BodyCall(
                 node.target, args, kwargs, self._shapes(node), step.spec.rebuild, step.letter
@@ -143,20 +144,27 @@ class BodyBuilder:
             for value, place in zip(values, places, strict=True)
         )
 
-    def _arguments(self, node: Node, dims: tuple[Dims, ...], letter: str, spec: Any) -> Any:
-        """The arguments of a call, every tensor replaced by the chunk or the whole it needs."""
-        remaining = iter(dims)
+    def _arguments(
+        self, node: Node, spec: Spec, letter: Letter, without_base: bool = False
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of a call, every tensor replaced by the chunk or the whole it needs.
+
+        ``without_base`` leaves out the first one, the zeros that an accumulating op adds to.
+        """
+        remaining = iter(spec.inputs)
         extent = self._extent(node)
+        base = node.args[0] if without_base else None
 
         def change(arg: Node) -> Any:
             if not isinstance(value_of(arg), torch.Tensor):
                 return self._size_argument(arg)
-            at = position_of(spec, next(remaining), letter, extent)
+            dims = next(remaining)
+            if arg is base:
+                return None
+            at = position_of(spec, dims, letter, extent)
             return self.whole(arg) if at is None else self.chunk(arg, at)
 
-        args = map_args(node.args, change)
-        kwargs = map_args(dict(node.kwargs), change)
-        return args, kwargs
+        return map_args(node.args, change), map_args(dict(node.kwargs), change)
 
     def _extent(self, node: Node) -> Any:
         """The part of the sequence that a loop node works on."""
@@ -214,16 +222,12 @@ class BodyBuilder:
         return self.taken[key]
 
     def _pull(self, arg: Node, at: Streamed) -> Ref | None:
-        """Compute the chunk of a value from outside inside the loop, or ``None`` to slice it."""
-        if arg.op != "call_function" or arg.target is operator.getitem:
-            return None
-        rule = rule_for(arg.target)
-        spec = rule(call_of(arg)) if rule is not None else None
-        dims = spec.outputs[0] if spec is not None and len(spec.outputs) == 1 else None
-        if spec is None or dims is None:
-            return None
-        found = locate(spec, dims, at, at.extent.length(self.axes.length))
-        if found is None or found[1] in found[0].whole:
+        """Compute the chunk of a value from outside inside the loop, or ``None`` to slice it.
+
+        Constants are computed inside, and what is wide or needs something wide.
+        """
+        found = self._locate(arg, at)
+        if found is None:
             return None
         spec, letter = found
         positions = [position_of(spec, source, letter, at.extent) for source in spec.inputs]
@@ -244,11 +248,39 @@ class BodyBuilder:
             BodyCall(arg.target, args, kwargs, shapes, spec.rebuild, letter)
         )
 
+    def _locate(self, arg: Node, at: Streamed) -> tuple[Spec, Letter] | None:
+        """The spec of a value from outside and its letter at ``at``, if a chunk can be computed."""
+        if arg.op != "call_function" or arg.target is operator.getitem:
+            return None
+        rule = rule_for(arg.target)
+        spec = rule(call_of(arg)) if rule is not None else None
+        dims = spec.outputs[0] if spec is not None and len(spec.outputs) == 1 else None
+        if spec is None or dims is None:
+            return None
+        found = locate(spec, dims, at, at.extent.length(self.axes.length))
+        return None if found is None or found[1] in found[0].whole else found
+
     def _is_wide(self, arg: Node, at: Streamed) -> bool:
-        """Whether a token's share of the value is so large that the whole must not exist."""
-        length = hint_of(at.extent.length(self.axes.length))
-        total = hint_of(product(value_of(arg).shape))
-        return 2 * total >= length * length
+        """Whether making the whole value would make something too large to exist whole."""
+        key = (arg, at.key())
+        if key not in self.wide:
+            length = hint_of(at.extent.length(self.axes.length))
+            total = hint_of(product(value_of(arg).shape))
+            self.wide[key] = 2 * total >= length * length or self._reads_wide(arg, at)
+        return self.wide[key]
+
+    def _reads_wide(self, arg: Node, at: Streamed) -> bool:
+        found = self._locate(arg, at)
+        if found is None:
+            return False
+        spec, letter = found
+        for source, dims in zip(tensor_inputs(arg), spec.inputs, strict=True):
+            position = position_of(spec, dims, letter, at.extent)
+            if position is None or self.outside.available(source):
+                continue
+            if self._is_wide(source, position):
+                return True
+        return False
 
     # Special ops
 
@@ -277,22 +309,19 @@ class BodyBuilder:
     def _buffer(self, like: Node, zero: bool, dtype: torch.dtype) -> Ref:
         return self.plan.add_operand(self.outside.buffer(like, zero, dtype), None, mutated=True)
 
-    def _sum(self, node: Node, refs: Any) -> Result:
+    def _sum(self, node: Node, spec: Spec, letter: Letter) -> Result:
         """Add the chunk's contribution to an accumulator in place."""
         value = value_of(node)
         dtype = self._accumulator_dtype(value.dtype)
+        args, kwargs = self._arguments(node, spec, letter, node.target in INDEX_SUMS)
         accumulator = self._buffer(node, True, dtype)
-        args, kwargs = refs
         if node.target is aten.mm.default:
             self._call(streambp.accumulate_mm_.default, (accumulator, args[0], args[1]))
-        elif node.target is aten._unsafe_masked_index_put_accumulate.default:
-            _, mask, indices, values = args
+        elif node.target in INDEX_SUMS:
+            masked = node.target is not aten.index_put.default
+            mask, indices, values = args[1:4] if masked else (None, *args[1:3])
             self._call(
                 streambp.accumulate_index_put_.default, (accumulator, mask, indices, values)
-            )
-        elif node.target is aten.index_put.default:
-            self._call(
-                streambp.accumulate_index_put_.default, (accumulator, None, args[1], args[2])
             )
         else:
             if node.target in (aten.sum.dim_IntList, aten.sum.default):

@@ -61,20 +61,42 @@ def finished_after_loop(node: Node, axes: Axes) -> bool:
 
 
 def assign_phases(nodes: list[Node], axes: Axes, backward: bool) -> dict[Node, int]:
-    """The phase of each node of one segment or stage, given in topological order."""
+    """The phase of each node of one segment or stage, given in topological order.
+
+    As late as possible: a value that waits for its reader would be kept for all tokens.
+    """
+    earliest = _earliest(nodes, axes, backward)
+    last = max((earliest[node] for node in nodes if axes.in_loop(node)), default=-1)
+    phase: dict[Node, int] = {}
+    for node in reversed(nodes):
+        current = last
+        for user in node.users:
+            if user not in phase:
+                continue
+            if axes.in_loop(user) and _waits(node, user, axes, backward):
+                current = min(current, phase[user] - 1)
+            else:
+                current = min(current, phase[user])
+        phase[node] = current
+    return {node: phase[node] for node in nodes}
+
+
+def _waits(node: Node, user: Node, axes: Axes, backward: bool) -> bool:
+    """Whether a loop that computes ``user`` can start only when all of ``node`` exists."""
+    if axes.kind[node] is Kind.GLUE or finished_after_loop(node, axes):
+        return True
+    return (node, Need.WHOLE) in needs(user, axes, backward)
+
+
+def _earliest(nodes: list[Node], axes: Axes, backward: bool) -> dict[Node, int]:
     phase: dict[Node, int] = {}
     for node in nodes:
         glue = axes.kind[node] is Kind.GLUE
         current = -1 if glue else 0
-        for arg, need in needs(node, axes, backward):
-            if arg not in phase:
-                continue
-            if glue:
-                current = max(current, phase[arg])
-            elif axes.kind[arg] is Kind.GLUE or finished_after_loop(arg, axes):
-                current = max(current, phase[arg] + 1)
-            else:
-                current = max(current, phase[arg] + (1 if need is Need.WHOLE else 0))
+        for arg, _ in needs(node, axes, backward):
+            if arg in phase:
+                wait = not glue and _waits(arg, node, axes, backward)
+                current = max(current, phase[arg] + (1 if wait else 0))
         phase[node] = current
     return phase
 

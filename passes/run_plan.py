@@ -86,27 +86,35 @@ def run_plan(plan: BodyPlan, *inputs: Any) -> tuple[Any, ...]:
     last_use = plan.last_uses()
     results: list[Any] = []
 
-    def resolve(arg: Any) -> Any:
-        if isinstance(arg, Ref):
-            return results[arg.index] if arg.kind == "call" else operands[arg.index]
-        if isinstance(arg, SizeArg):
-            return sizes.evaluate(arg.expr)
-        if isinstance(arg, OffsetArg):
-            return sizes.offset[FULL]
-        if isinstance(arg, LengthArg):
-            return sizes.size[FULL]
-        if isinstance(arg, (tuple, list)):
-            return type(arg)(resolve(item) for item in arg)
-        return arg
-
     for index, call in enumerate(plan.calls):
-        args = tuple(resolve(arg) for arg in call.args)
-        kwargs = {name: resolve(arg) for name, arg in call.kwargs.items()}
+        args = tuple(_resolve(arg, results, operands, sizes) for arg in call.args)
+        kwargs = {
+            name: _resolve(arg, results, operands, sizes) for name, arg in call.kwargs.items()
+        }
         results.append(_run_call(call, sizes, args, kwargs))
         del args, kwargs
         for expired in last_use.get(index, ()):
             results[expired] = None
-    return tuple(resolve(ref) for ref in plan.outputs)
+    return tuple(_resolve(ref, results, operands, sizes) for ref in plan.outputs)
+
+
+def _resolve(arg: Any, results: list[Any], operands: tuple[Any, ...], sizes: BodySizes) -> Any:
+    """An argument with its references filled in.
+
+    Not a closure of `run_plan`: one that calls itself is a reference cycle, which would keep a
+    loop's operands alive until the garbage collector runs.
+    """
+    if isinstance(arg, Ref):
+        return results[arg.index] if arg.kind == "call" else operands[arg.index]
+    if isinstance(arg, SizeArg):
+        return sizes.evaluate(arg.expr)
+    if isinstance(arg, OffsetArg):
+        return sizes.offset[FULL]
+    if isinstance(arg, LengthArg):
+        return sizes.size[FULL]
+    if isinstance(arg, (tuple, list)):
+        return type(arg)(_resolve(item, results, operands, sizes) for item in arg)
+    return arg
 
 
 def _run_call(

@@ -13,4 +13,6 @@ try:
 except PackageNotFoundError:  # a checkout that is used from its folder, not installed
     __version__ = "0.0.0+checkout"
 
-__all__ = ["__version__"]
+from .report import Report, last_report
+
+__all__ = ["Report", "__version__", "last_report"]
