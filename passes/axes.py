@@ -184,9 +184,7 @@ def _visit(axes: Axes, node: Node) -> None:
         _barrier(axes, node, live, reason)
 
 
-def _apply_rule(
-    axes: Axes, node: Node, live: list[Streamed | None], prologue: bool
-) -> str | None:
+def _apply_rule(axes: Axes, node: Node, live: list[Streamed | None], prologue: bool) -> str | None:
     """Place ``node`` by its rule; return why that is impossible, or ``None``."""
     rule = rule_for(node.target)
     if rule is None:
@@ -217,7 +215,9 @@ def _apply_rule(
             axes.kind[node] = Kind.SUM
             axes.step[node] = Step(spec, letter)
         return None
-    if any(place is None for place, dims in zip(places, spec.outputs, strict=True) if dims is not None):
+    if any(
+        place is None for place, dims in zip(places, spec.outputs, strict=True) if dims is not None
+    ):
         return "one of its results has no sequence axis"
     axes.place[node] = places
     if not prologue:

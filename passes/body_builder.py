@@ -43,7 +43,7 @@ from .placement import (
     value_of,
 )
 from .rules import call_of, rule_for
-from .rules.spec import Dims, Letter, Spec
+from .rules.spec import Letter, Spec
 
 aten = torch.ops.aten
 streambp = torch.ops.streambp
@@ -125,9 +125,7 @@ class BodyBuilder:
             return self._sum(node, step.spec, step.letter)
         args, kwargs = self._arguments(node, step.spec, step.letter)
         return self.plan.add_call(
-            BodyCall(
-                node.target, args, kwargs, self._shapes(node), step.spec.rebuild, step.letter
-            )
+            BodyCall(node.target, args, kwargs, self._shapes(node), step.spec.rebuild, step.letter)
         )
 
     def _call(self, target: Any, args: tuple[Any, ...], node: Node | None = None) -> Ref:
@@ -244,9 +242,7 @@ class BodyBuilder:
         args = map_args(arg.args, change)
         kwargs = map_args(dict(arg.kwargs), change)
         shapes = (_shape(value_of(arg), at),)
-        return self.plan.add_call(
-            BodyCall(arg.target, args, kwargs, shapes, spec.rebuild, letter)
-        )
+        return self.plan.add_call(BodyCall(arg.target, args, kwargs, shapes, spec.rebuild, letter))
 
     def _locate(self, arg: Node, at: Streamed) -> tuple[Spec, Letter] | None:
         """The spec of a value from outside and its letter at ``at``, if a chunk can be computed."""
@@ -320,17 +316,13 @@ class BodyBuilder:
         elif node.target in INDEX_SUMS:
             masked = node.target is not aten.index_put.default
             mask, indices, values = args[1:4] if masked else (None, *args[1:3])
-            self._call(
-                streambp.accumulate_index_put_.default, (accumulator, mask, indices, values)
-            )
+            self._call(streambp.accumulate_index_put_.default, (accumulator, mask, indices, values))
         else:
             if node.target in (aten.sum.dim_IntList, aten.sum.default):
                 kwargs = {**kwargs, "dtype": dtype}
             part = self.plan.add_call(BodyCall(node.target, args, kwargs, ()))
             self._call(streambp.accumulate_.default, (accumulator, part))
-        return Result(
-            buffer=accumulator.index, dtype=None if dtype == value.dtype else value.dtype
-        )
+        return Result(buffer=accumulator.index, dtype=None if dtype == value.dtype else value.dtype)
 
     def _bias(self, bias: Any, dim: int = 2) -> Ref | None:
         """The rows of an attention bias that belong to the chunk; all keys."""
@@ -349,9 +341,7 @@ class BodyBuilder:
         key = (node, "past")
         if key not in self.taken:
             buffer = self._buffer(node, False, value_of(node).dtype)
-            self._call(
-                streambp.write_chunk_.default, (buffer, self.made[node], 2, OffsetArg())
-            )
+            self._call(streambp.write_chunk_.default, (buffer, self.made[node], 2, OffsetArg()))
             self.taken[key] = buffer
         return self.taken[key]
 
@@ -375,7 +365,8 @@ class BodyBuilder:
     def _attention_backward(self, node: Node) -> tuple[Any, Any, Any]:
         given: dict[str, Any] = attention_arguments(node)
         rows = [
-            self.chunk(given[name], QUERY_ROWS) for name in ("grad_out", "query", "out", "logsumexp")
+            self.chunk(given[name], QUERY_ROWS)
+            for name in ("grad_out", "query", "out", "logsumexp")
         ]
         grad_out, query, out, logsumexp = rows
         key, value = self.whole(given["key"]), self.whole(given["value"])
@@ -395,9 +386,7 @@ class BodyBuilder:
             final = None if wide == dtype else dtype
             return (grad_query, *(Result(buffer=grad.index, dtype=final) for grad in grads))  # type: ignore[return-value]
         done = [
-            self._call(
-                streambp.read_chunk.default, (grad, 2, OffsetArg(), LengthArg(), dtype)
-            )
+            self._call(streambp.read_chunk.default, (grad, 2, OffsetArg(), LengthArg(), dtype))
             for grad in grads
         ]
         return (grad_query, done[0], done[1])

@@ -16,10 +16,11 @@ others and the head stands alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torch.fx import Node
 
-from .axes import ATTENTION, Axes, Kind
+from .axes import ATTENTION, Axes
 from .dataflow import JointGraph, ancestors, bytes_of, storage_of
 
 
@@ -98,7 +99,7 @@ def _waists(flow: list[Node], alive: list[set[Node]], attention: list[int]) -> l
     weight = [sum(bytes_of(value) for value in values) for values in alive]
     borders = [0, *attention, len(flow)]
     chosen: list[int] = []
-    for start, end in zip(borders, borders[1:], strict=False):
+    for start, end in pairwise(borders):
         last = end == len(flow)
         if last:
             position = _like_the_layer_before(flow, alive, attention, chosen)
@@ -111,9 +112,7 @@ def _waists(flow: list[Node], alive: list[set[Node]], attention: list[int]) -> l
     return chosen
 
 
-def _narrowest(
-    alive: list[set[Node]], weight: list[int], start: int, end: int
-) -> int | None:
+def _narrowest(alive: list[set[Node]], weight: list[int], start: int, end: int) -> int | None:
     """The latest narrowest position in ``[start, end)`` that has something alive."""
     candidates = [position for position in range(start, end) if _may_cut(alive[position])]
     if not candidates:

@@ -93,7 +93,9 @@ def slice_dim(node: Node) -> int:
     return int(dim) % rank  # type: ignore[arg-type]
 
 
-def extent_change(node: Node, places: list[Streamed | None]) -> tuple[Streamed, ExtentChange] | None:
+def extent_change(
+    node: Node, places: list[Streamed | None]
+) -> tuple[Streamed, ExtentChange] | None:
     """The result's position when ``node`` slices or pads the streamed axis, else ``None``.
 
     ``places`` are the positions of the op's tensor inputs.

@@ -109,7 +109,9 @@ compile_count = CompileCount()
 _compiled: dict[Any, CompiledBody] = {}
 
 
-def lower(graph_module: GraphModule, compile_bodies: bool, settings: dict[str, Any]) -> Callable[..., Any]:
+def lower(
+    graph_module: GraphModule, compile_bodies: bool, settings: dict[str, Any]
+) -> Callable[..., Any]:
     """A boxed callable that runs a forward or backward graph with loops.
 
     Glue runs op by op; it is a handful of small ops between loops. Values are dropped after their
@@ -138,5 +140,3 @@ def _shared(body: LoopBody, settings: dict[str, Any]) -> CompiledBody:
 def loop_nodes(graph_module: GraphModule) -> list[torch.fx.Node]:
     """The loop nodes of a graph, in order."""
     return [node for node in graph_module.graph.nodes if isinstance(node.target, StreamLoop)]
-
-

@@ -42,7 +42,6 @@ from .random_ops import replay_random_ops
 from .rewrite import Rewritten, rewrite
 from .stages import assign_stages
 
-
 T = TypeVar("T")
 
 
@@ -82,7 +81,9 @@ def stream(
     """Rewrite a joint (or forward-only) graph; ``None``, with the reason, where nothing streams."""
     kept = _timed(history, "replay_random_ops", lambda: replay_random_ops(graph_module))
     history.barriers += [
-        Barrier(str(node.target), source_of(node), f"its random numbers can not be drawn again: {why}")
+        Barrier(
+            str(node.target), source_of(node), f"its random numbers can not be drawn again: {why}"
+        )
         for node, why in kept
     ]
     normal = _timed(history, "normalize", lambda: normalize(graph_module))

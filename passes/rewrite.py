@@ -28,18 +28,18 @@ from torch.fx import Graph, GraphModule, Node
 
 from streambp_fx._torch import detect_fake_mode
 
-from .axes import Axes, Kind
+from .axes import Axes
 from .body import BodyPlan, LoopBody, map_args
 from .body_builder import BodyBuilder, RewriteError
 from .chunk_size import ChunkSizes
 from .cuts import Segments
 from .dataflow import JointGraph, ancestors
 from .loops import LoopSpec, streambp_loop
-from .phases import assign_phases, descends, finished_after_loop, is_tensor, needs, Need
-from .placement import expr_of, hint_of, product, value_of
+from .phases import Need, assign_phases, descends, finished_after_loop, is_tensor, needs
+from .placement import expr_of, hint_of, value_of
 
 aten = torch.ops.aten
-FOR_ANY_STRIDES = {
+FOR_ANY_STRIDES: dict[Any, Any] = {
     aten.view.default: aten.reshape.default,
     aten._unsafe_view.default: aten.reshape.default,
 }
@@ -138,9 +138,7 @@ class _Rewriter:
     def _forward_segment(self, index: int) -> None:
         nodes = [node for node in self.segments.flow if self.segments.segment[node] == index]
         cut = self.segments.cuts[index] if index < len(self.segments.cuts) else set()
-        outputs = set(cut) | {
-            node for node in self.joint.forward_outputs if isinstance(node, Node)
-        }
+        outputs = set(cut) | {node for node in self.joint.forward_outputs if isinstance(node, Node)}
         self._context(f"segment{index}", nodes, outputs)
 
     def _backward_stage(self, index: int) -> None:
@@ -308,7 +306,11 @@ class _Rewriter:
 
     def _copy(self, node: Node) -> Node:
         if node.op == "get_attr":
-            setattr(self.root, str(node.target), getattr(self.joint.graph.owning_module, str(node.target)))
+            setattr(
+                self.root,
+                str(node.target),
+                getattr(self.joint.graph.owning_module, str(node.target)),
+            )
             copy = self.new.get_attr(str(node.target))
         else:
             args = map_args(node.args, self.whole)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from .axes import Axes, Kind
+from .axes import Axes
 from .cuts import Segments
 from .dataflow import JointGraph, bytes_of, storage_of
 
@@ -22,9 +22,7 @@ from .dataflow import JointGraph, bytes_of, storage_of
 def assign_stages(joint: JointGraph, axes: Axes, segments: Segments) -> dict[Node, int]:
     """The stage of every node that depends on a tangent (stages run from last to first)."""
     backward = [
-        node
-        for node in joint.graph.nodes
-        if node in joint.dependent and node.op == "call_function"
+        node for node in joint.graph.nodes if node in joint.dependent and node.op == "call_function"
     ]
     owner = owners(joint, axes, segments)
     pins = _pins(backward, axes, owner)
@@ -43,7 +41,7 @@ def owners(joint: JointGraph, axes: Axes, segments: Segments) -> dict[Node, int]
     cut_values = segments.cut_values()
     owner: dict[Node, int] = {}
     for node in joint.graph.nodes:
-        if node in joint.dependent or not axes.in_loop(node) and node not in axes.after_loop:
+        if node in joint.dependent or (not axes.in_loop(node) and node not in axes.after_loop):
             continue
         if storage_of(node) in cut_values:
             continue
@@ -59,9 +57,7 @@ def owners(joint: JointGraph, axes: Axes, segments: Segments) -> dict[Node, int]
 def _pins(backward: list[Node], axes: Axes, owner: dict[Node, int]) -> dict[Node, int]:
     pins: dict[Node, int] = {}
     for node in backward:
-        read = [
-            owner[arg] for arg in node.all_input_nodes if arg in owner and axes.in_loop(arg)
-        ]
+        read = [owner[arg] for arg in node.all_input_nodes if arg in owner and axes.in_loop(arg)]
         if read:
             pins[node] = min(read)
     return pins

@@ -1,8 +1,8 @@
 """The ``torch.compile`` backend.
 
-    Dynamo graph   normalize_attention, defer_outputs
-    AOTAutograd    traces the joint graph, whose partitioner is `passes.pipeline.stream`
-    run            loops with compiled bodies, glue op by op
+Dynamo graph   normalize_attention, defer_outputs
+AOTAutograd    traces the joint graph, whose partitioner is `passes.pipeline.stream`
+run            loops with compiled bodies, glue op by op
 """
 
 from __future__ import annotations
@@ -73,9 +73,7 @@ class _Compilation:
         # in autograd's thread.
         self.inductor = {**inductor_config.get_config_copy(), **options.inductor}
         self.changed = {
-            name: value
-            for name, value in self.inductor.items()
-            if name in options.inductor
+            name: value for name, value in self.inductor.items() if name in options.inductor
         }
 
     def compile(
@@ -107,9 +105,7 @@ class _Compilation:
     def _partition(
         self, joint: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
-        rewritten = stream(
-            joint, num_fwd_outputs, self.roles, self._settings(), self.history
-        )
+        rewritten = stream(joint, num_fwd_outputs, self.roles, self._settings(), self.history)
         self._report()
         if rewritten is None:
             return default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
@@ -117,9 +113,7 @@ class _Compilation:
 
     def _inference(self, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         count = len(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]
-        rewritten = stream(
-            graph_module, count, self.roles, self._settings(), self.history
-        )
+        rewritten = stream(graph_module, count, self.roles, self._settings(), self.history)
         self._report()
         target = graph_module if rewritten is None else rewritten.graph_module
         return self._run_graph(target, inputs)

@@ -93,7 +93,9 @@ def _checked(name: str, value: Any) -> Any:
         return OptionError(f"option {name}={value!r}: expected {accepted}")
 
     if name in ("chunk_size", "head_chunk_size"):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if value is not None and (
+            isinstance(value, bool) or not isinstance(value, int) or value < 1
+        ):
             raise fail("a number of tokens of at least 1, or None for the default")
     elif name == "accumulation_dtype":
         if value not in (None, torch.float32, torch.float64):

@@ -54,7 +54,9 @@ def accumulate_index_put_(
         # of range, and adds zero.
         values = values.masked_fill(~mask, 0)
         indices = [
-            None if index is None else index.clamp(-accumulator.size(dim), accumulator.size(dim) - 1)
+            None
+            if index is None
+            else index.clamp(-accumulator.size(dim), accumulator.size(dim) - 1)
             for dim, index in enumerate(indices)
         ]
     accumulator.index_put_(indices, values, accumulate=True)
