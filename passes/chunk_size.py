@@ -2,7 +2,7 @@
 
 Layers: about 512 tokens of the whole batch, which keeps matrix products large while a chunk's
 workspace stays small beside the weights. A loop with a very wide value (the logits) gets fewer
-tokens, so that this value stays under 16 MiB.
+tokens, so that this value stays under 32 MiB.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .dataflow import bytes_of
 from .placement import hint_of, value_of
 
 TOKENS = 512
-WIDEST_BYTES = 16 * 2**20
+WIDEST_BYTES = 32 * 2**20
 FEWEST_TOKENS = 16
 
 

@@ -52,7 +52,7 @@ class Segments:
 
 def choose_cuts(joint: JointGraph, axes: Axes) -> Segments:
     """Cut the forward of ``joint`` at its waists."""
-    required = ancestors(joint.forward_outputs)
+    required = ancestors([*joint.forward_outputs, *joint.kept])
     flow = [node for node in joint.graph.nodes if node in required and _in_flow(node, axes)]
     index = {node: position for position, node in enumerate(flow)}
     alive = _alive_values(flow, index, axes)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.fx import Graph, Node
@@ -36,6 +36,7 @@ VIEWS = {
 class JointGraph:
     """A joint forward-backward graph with its outputs told apart.
 
+    kept holds values that forward makes for backward alone.
     forward_outputs and backward_outputs hold nodes, or constants and ``None`` (no gradient).
     dependent holds the nodes that depend on a tangent: the backward. Every other node is a pure
     function of the primals, and may be computed again wherever it is needed.
@@ -48,9 +49,12 @@ class JointGraph:
     backward_outputs: list[object]
     dependent: set[Node]
     order: dict[Node, int]
+    kept: list[Node] = field(default_factory=list)
 
 
-def read_joint(graph: Graph, num_forward_outputs: int) -> JointGraph:
+def read_joint(
+    graph: Graph, num_forward_outputs: int, kept: Iterable[Node] = ()
+) -> JointGraph:
     """Tell the parts of a joint graph apart; tangents are named so by AOTAutograd."""
     placeholders = list(graph.find_nodes(op="placeholder"))
     tangents = [node for node in placeholders if "tangents" in str(node.target)]
@@ -65,6 +69,7 @@ def read_joint(graph: Graph, num_forward_outputs: int) -> JointGraph:
         list(flat[num_forward_outputs:]),
         dependent,
         {node: index for index, node in enumerate(graph.nodes)},
+        list(kept),
     )
 
 

@@ -6,6 +6,7 @@
     find_axes            where the sequence axis runs, what is a barrier
     choose_cuts          which forward values are kept
     assign_stages        which segment each backward node belongs to
+    fuse_head            the head's backward joins its forward loop, where that is right
     rewrite              loops
     check_loops          invariants of the result
 
@@ -26,8 +27,9 @@ from .axes import Axes, Barrier, find_axes
 from .body_builder import RewriteError
 from .causal_masks import simplify_causal_masks
 from .chunk_size import chunk_sizes
-from .cuts import choose_cuts
+from .cuts import Segments, choose_cuts
 from .dataflow import JointGraph, read_joint
+from .fuse_head import fuse_head
 from .inputs import (
     InputRole,
     SequenceAxis,
@@ -79,12 +81,12 @@ def stream(
     history: History,
 ) -> Rewritten | None:
     """Rewrite a joint (or forward-only) graph; ``None``, with the reason, where nothing streams."""
-    kept = _timed(history, "replay_random_ops", lambda: replay_random_ops(graph_module))
+    left = _timed(history, "replay_random_ops", lambda: replay_random_ops(graph_module))
     history.barriers += [
         Barrier(
             str(node.target), source_of(node), f"its random numbers can not be drawn again: {why}"
         )
-        for node, why in kept
+        for node, why in left
     ]
     normal = _timed(history, "normalize", lambda: normalize(graph_module))
     _timed(history, "simplify_causal_masks", lambda: simplify_causal_masks(normal))
@@ -95,13 +97,17 @@ def stream(
     if axis is None:
         history.unstreamed = "no input has a sequence axis of two or more tokens"
         return None
-    axes = _timed(history, "find_axes", lambda: _propagate(joint, axis, parameters))
-    history.barriers += axes.barriers
-    if not any(axes.in_loop(node) for node in normal.graph.nodes):
+    analysis = _analyse(joint, axis, parameters, history)
+    if analysis is not None and joint.tangents:
+        kept = _timed(history, "fuse_head", lambda: fuse_head(joint, *analysis))
+        if kept is not None:
+            joint = read_joint(normal.graph, num_forward_outputs, kept)
+            analysis = _analyse(joint, axis, parameters, history)
+    if analysis is None:
         history.unstreamed = "no value of the graph carries the sequence axis"
         return None
-    segments = _timed(history, "choose_cuts", lambda: choose_cuts(joint, axes))
-    stages = _timed(history, "assign_stages", lambda: assign_stages(joint, axes, segments))
+    axes, segments, stages = analysis
+    history.barriers += axes.barriers
     sizes = chunk_sizes(
         axes,
         list(normal.graph.nodes),
@@ -122,6 +128,18 @@ def stream(
     return rewritten
 
 
+def _analyse(
+    joint: JointGraph, axis: SequenceAxis, parameters: set[Node], history: History
+) -> tuple[Axes, Segments, dict[Node, int]] | None:
+    """Axes, segments and stages of a joint graph; ``None`` where nothing is streamed."""
+    axes = _timed(history, "find_axes", lambda: _propagate(joint, axis, parameters))
+    if not any(axes.in_loop(node) for node in joint.graph.nodes):
+        return None
+    segments = _timed(history, "choose_cuts", lambda: choose_cuts(joint, axes))
+    stages = _timed(history, "assign_stages", lambda: assign_stages(joint, axes, segments))
+    return axes, segments, stages
+
+
 def _propagate(joint: JointGraph, axis: SequenceAxis, parameters: set[Node]) -> Axes:
     """Propagate through the forward, give the tangents the positions of their outputs, go on."""
     if not joint.tangents:
@@ -136,5 +154,5 @@ def _propagate(joint: JointGraph, axis: SequenceAxis, parameters: set[Node]) -> 
 def _timed(history: History, name: str, run: Callable[[], T]) -> T:
     start = time.perf_counter()
     result = run()
-    history.seconds[name] = time.perf_counter() - start
+    history.seconds[name] = history.seconds.get(name, 0.0) + time.perf_counter() - start
     return result

@@ -102,6 +102,8 @@ class _Rewriter:
         for index in range(self.segments.count):
             self._forward_segment(index)
         forward_outputs = map_args(self.joint.forward_outputs, self.whole)
+        for node in self.joint.kept:
+            self.whole(node)
         self.forward_nodes = set(self.new.nodes)
         self.backward = True
         for index in range(self.segments.count - 1, -1, -1):
@@ -138,7 +140,8 @@ class _Rewriter:
     def _forward_segment(self, index: int) -> None:
         nodes = [node for node in self.segments.flow if self.segments.segment[node] == index]
         cut = self.segments.cuts[index] if index < len(self.segments.cuts) else set()
-        outputs = set(cut) | {node for node in self.joint.forward_outputs if isinstance(node, Node)}
+        leaving = (*self.joint.forward_outputs, *self.joint.kept)
+        outputs = set(cut) | {node for node in leaving if isinstance(node, Node)}
         self._context(f"segment{index}", nodes, outputs)
 
     def _backward_stage(self, index: int) -> None:

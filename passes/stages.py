@@ -37,8 +37,8 @@ def assign_stages(joint: JointGraph, axes: Axes, segments: Segments) -> dict[Nod
 
 def owners(joint: JointGraph, axes: Axes, segments: Segments) -> dict[Node, int]:
     """The segment of every tangent-free node inside loops; values available on both sides of a
-    cut (the cut values and their views) have none."""
-    cut_values = segments.cut_values()
+    cut (the cut values and their views), and those that forward keeps anyway, have none."""
+    cut_values = segments.cut_values() | set(joint.kept)
     owner: dict[Node, int] = {}
     for node in joint.graph.nodes:
         if node in joint.dependent or (not axes.in_loop(node) and node not in axes.after_loop):
