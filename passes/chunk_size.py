@@ -2,7 +2,7 @@
 
 Layers: about 512 tokens of the whole batch, which keeps matrix products large while a chunk's
 workspace stays small beside the weights. A loop with a very wide value (the logits) gets fewer
-tokens, so that this value stays under 32 MiB.
+tokens, so that this value stays under 16 MiB.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from .axes import Axes
+from .axes import Axes, Kind
 from .dataflow import bytes_of
-from .placement import hint_of, value_of
+from .placement import hint_of
 
 TOKENS = 512
-WIDEST_BYTES = 32 * 2**20
+WIDEST_BYTES = 16 * 2**20
 FEWEST_TOKENS = 16
 
 
@@ -35,7 +35,7 @@ class ChunkSizes:
 
     def choose(self, nodes: list[Node]) -> int:
         """The chunk size, in tokens of each row, for a loop over ``nodes``."""
-        widest = max((bytes_of(node) for node in nodes if self.axes.in_loop(node)), default=0)
+        widest = _widest(nodes, self.axes)
         if widest >= self.widest and self.head_chunk_size is not None:
             return self.head_chunk_size
         if self.chunk_size is not None:
@@ -50,5 +50,14 @@ def chunk_sizes(
     axes: Axes, nodes: list[Node], batch: int, chunk_size: int | None, head_chunk_size: int | None
 ) -> ChunkSizes:
     """The chunk sizes for a graph whose loop nodes are ``nodes``."""
-    values = [bytes_of(node) for node in nodes if axes.in_loop(node) and value_of(node) is not None]
-    return ChunkSizes(axes, batch, max(values, default=0), chunk_size, head_chunk_size)
+    return ChunkSizes(axes, batch, _widest(nodes, axes), chunk_size, head_chunk_size)
+
+
+def _widest(nodes: list[Node], axes: Axes) -> int:
+    """Bytes of the widest value that is computed chunk by chunk.
+
+    Sums do not count: an accumulator is as large as its weight, whatever the chunk.
+    """
+    return max(
+        (bytes_of(node) for node in nodes if axes.kind.get(node) is Kind.STREAMED), default=0
+    )

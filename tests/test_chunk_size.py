@@ -1,0 +1,61 @@
+"""`ChunkSizes`: how many tokens of each row a loop takes at a time."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph, Node
+
+from streambp_fx.passes.axes import Axes, Kind
+from streambp_fx.passes.chunk_size import FEWEST_TOKENS, TOKENS, WIDEST_BYTES, chunk_sizes
+from streambp_fx.passes.placement import Streamed
+from tests.joint_graphs import aten, axes_of, forward_graph, only, result
+
+LENGTH = 2048
+
+
+def _layer_and_head(batch: int = 1, vocab: int = 32) -> tuple[Graph, Axes, Node, Node]:
+    x = torch.zeros(batch, LENGTH, 8, device="meta")
+    w = torch.zeros(vocab, 8, device="meta")
+    graph = forward_graph(lambda x, w: F.linear(x * 2, w), x, w)
+    axes = axes_of(graph, Streamed(1), None, length=LENGTH, parameters=[1])
+    return graph, axes, only(graph, aten.mul.Tensor), result(graph)
+
+
+def test_default_counts_the_tokens_of_the_whole_batch() -> None:
+    for batch in (1, 4):
+        graph, axes, layer, _ = _layer_and_head(batch)
+        sizes = chunk_sizes(axes, list(graph.nodes), batch, None, None)
+        assert sizes.choose([layer]) == TOKENS // batch
+
+
+def test_default_has_a_floor() -> None:
+    graph, axes, layer, _ = _layer_and_head(100)
+    sizes = chunk_sizes(axes, list(graph.nodes), 100, None, None)
+    assert sizes.choose([layer]) == FEWEST_TOKENS
+
+
+def test_wide_values_get_fewer_tokens() -> None:
+    graph, axes, layer, head = _layer_and_head(vocab=64_000)
+    sizes = chunk_sizes(axes, list(graph.nodes), 1, None, None)
+    assert sizes.choose([layer]) == TOKENS
+    assert sizes.choose([layer, head]) == WIDEST_BYTES // (64_000 * 4)
+
+
+def test_options_win_and_the_head_has_its_own() -> None:
+    graph, axes, layer, head = _layer_and_head()
+    sizes = chunk_sizes(axes, list(graph.nodes), 1, 7, 3)
+    assert (sizes.choose([layer]), sizes.choose([layer, head])) == (7, 3)
+    sizes = chunk_sizes(axes, list(graph.nodes), 1, 7, None)
+    assert (sizes.choose([layer]), sizes.choose([layer, head])) == (7, 7)
+
+
+def test_weight_gradients_do_not_count_as_wide() -> None:
+    # A sum's size does not depend on the chunk, however large the weight.
+    x, dy = (torch.zeros(1, 64, 4096, device="meta") for _ in range(2))
+    graph = forward_graph(lambda x, dy: (dy * 2)[0].t() @ x[0], x, dy)
+    axes = axes_of(graph, Streamed(1), Streamed(1), length=64)
+    assert axes.kind[result(graph)] is Kind.SUM
+    nodes = [only(graph, aten.mul.Tensor), result(graph)]
+    assert chunk_sizes(axes, list(graph.nodes), 1, None, None).choose(nodes) == TOKENS
+    assert chunk_sizes(axes, list(graph.nodes), 1, 7, 5).choose([result(graph)]) == 7
