@@ -105,9 +105,11 @@ def _fill_stage(
         if highest.get(node, -1) >= current or lowest.get(node, current) >= current
     }
     slack = [node for node in candidates if node not in fixed]
-    taken = slack[: _best_prefix(slack, fixed, stage)]
+    taken = fixed | set(slack[: _best_prefix(slack, fixed, stage)])
     for node in candidates:
-        if node in fixed or node in set(taken):
+        # A node with nothing pinned below may read one that was left to the next stage: it follows.
+        inputs = [arg for arg in node.all_input_nodes if arg in candidates]
+        if node in taken and all(arg in stage for arg in inputs):
             stage[node] = current
 
 
