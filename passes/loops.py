@@ -96,14 +96,14 @@ def take_chunk(value: Tensor, along: Along, total: int, offset: int, size: int) 
 
 def put_chunk(
     buffer: Tensor | None, chunk: Tensor, along: Along, total: int, offset: int, size: int
-) -> Tensor:
-    """Write ``chunk`` into ``buffer``, allocated on the first call."""
-    if size == 0 and buffer is not None:
+) -> Tensor | None:
+    """Write ``chunk`` into ``buffer``, allocated at the first chunk that is not empty."""
+    if size == total:
+        return chunk.contiguous()
+    if size == 0:
         return buffer
-    outer = chunk.size(along.dim) // (size * along.inner) if size else 1
+    outer = chunk.size(along.dim) // (size * along.inner)
     if buffer is None:
-        if size == total:
-            return chunk.contiguous()
         shape = list(chunk.shape)
         shape[along.dim] = outer * total * along.inner
         buffer = chunk.new_empty(shape)
