@@ -53,9 +53,7 @@ def fuse_head(
     inside = set(own)
     for node in own:
         node.replace_input_with(tangent, unit)
-    leaving = [
-        node for node in own if any(user not in inside for user in node.users)
-    ]
+    leaving = [node for node in own if any(user not in inside for user in node.users)]
     for node in leaving:
         _scale(joint, node, tangent, inside)
     return leaving

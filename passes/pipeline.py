@@ -18,6 +18,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -99,7 +100,7 @@ def stream(
         return None
     analysis = _analyse(joint, axis, parameters, history)
     if analysis is not None and joint.tangents:
-        kept = _timed(history, "fuse_head", lambda: fuse_head(joint, *analysis))
+        kept = _timed(history, "fuse_head", partial(fuse_head, joint, *analysis))
         if kept is not None:
             joint = read_joint(normal.graph, num_forward_outputs, kept)
             analysis = _analyse(joint, axis, parameters, history)
