@@ -52,9 +52,7 @@ class JointGraph:
     kept: list[Node] = field(default_factory=list)
 
 
-def read_joint(
-    graph: Graph, num_forward_outputs: int, kept: Iterable[Node] = ()
-) -> JointGraph:
+def read_joint(graph: Graph, num_forward_outputs: int, kept: Iterable[Node] = ()) -> JointGraph:
     """Tell the parts of a joint graph apart; tangents are named so by AOTAutograd."""
     placeholders = list(graph.find_nodes(op="placeholder"))
     tangents = [node for node in placeholders if "tangents" in str(node.target)]
