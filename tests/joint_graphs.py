@@ -41,8 +41,10 @@ aten = torch.ops.aten
 
 def forward_graph(program: Callable[..., Any], *inputs: Any, symbolic: bool = False) -> Graph:
     """The aten graph of ``program``, without a backward; its output is a flat list."""
-    mode = "symbolic" if symbolic else "fake"
-    return make_fx(lambda *args: [program(*args)], tracing_mode=mode)(*inputs).graph
+    tracer = make_fx(
+        lambda *args: [program(*args)], tracing_mode="symbolic" if symbolic else "fake"
+    )
+    return tracer(*inputs).graph
 
 
 def axes_of(
@@ -187,6 +189,11 @@ def assert_same_results(rewritten: Rewritten, captured: Captured, atol: float = 
         assert (mine is None) == (theirs is None)
         if isinstance(theirs, Tensor):
             torch.testing.assert_close(mine, theirs, atol=atol, rtol=1e-8)
+
+
+def bodies(module: GraphModule) -> list[Any]:
+    """The body of each loop, in the order of the loops."""
+    return [getattr(module, str(node.args[0].target)) for node in loop_nodes(module)]  # type: ignore[union-attr]
 
 
 def glue(graph_module: GraphModule) -> list[Node]:

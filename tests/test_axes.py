@@ -126,9 +126,10 @@ def test_symbolic_length_adds_no_guard() -> None:
         dynamic=[(0, 1)],
     )
     (length,) = (n for n in captured.primals if isinstance(n, int))
-    env = detect_fake_mode(
-        [node.meta["val"] for node in captured.graph_module.graph.find_nodes(op="placeholder")]
-    ).shape_env
+    placeholders = captured.graph_module.graph.find_nodes(op="placeholder")
+    mode = detect_fake_mode([node.meta["val"] for node in placeholders])
+    assert mode is not None and mode.shape_env is not None
+    env = mode.shape_env
     guards = len(env.guards)
     analysis = captured.analyse()
     output = analysis.joint.forward_outputs[0]

@@ -13,9 +13,10 @@ from torch.testing import assert_close
 
 from streambp_fx.passes.body import LoopBody
 from streambp_fx.passes.loops import Along, LoopSpec, Result, streambp_loop
-from streambp_fx.passes.lower import CompiledBody, compile_count, loop_nodes, lower
+from streambp_fx.passes.lower import CompiledBody, compile_count, lower
 from streambp_fx.passes.placement import FULL
 from streambp_fx.passes.run_plan import run_plan
+from tests.joint_graphs import bodies
 from tests.test_body_plan import BATCH, HIDDEN, linear_plan
 
 pytestmark = pytest.mark.slow
@@ -92,9 +93,9 @@ def test_equal_plans_share_one_compiled_body() -> None:
 
 def test_loops_keep_their_own_chunk_size() -> None:
     _, program = _lowered(_body(), _body(chunk_size=3))
-    bodies = [getattr(program, str(node.args[0].target)) for node in loop_nodes(program)]
-    assert [body.spec.chunk_size for body in bodies] == [4, 3]
-    assert bodies[0].variants is bodies[1].variants
+    first, second = bodies(program)
+    assert (first.spec.chunk_size, second.spec.chunk_size) == (4, 3)
+    assert first.variants is second.variants
 
 
 def test_other_plans_and_other_settings_are_compiled_apart() -> None:

@@ -112,6 +112,6 @@ def test_gradients_of_causal_keys_are_complete_within_a_descending_loop() -> Non
 def test_gradients_of_other_keys_are_complete_after_the_loop() -> None:
     graph, axes, phase = _phases(lambda x: _backward(x, False), HEADS, at=2, backward=True)
     node = only(graph, ATTENTION_BACKWARD)
-    query, key, value = sorted(node.users, key=lambda user: user.args[1])
+    query, key, value = sorted(node.users, key=lambda user: int(str(user.args[1])))
     assert [finished_after_loop(user, axes) for user in (query, key, value)] == [False, True, True]
     assert phase[result(graph)] == phase[key] + 1

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import streambp_fx
 from streambp_fx.backend import BarrierError, BarrierWarning
 from streambp_fx.passes.axes import Barrier
 from streambp_fx.passes.pipeline import History
@@ -86,4 +85,4 @@ def test_unstreamed_says_why(value: Tensor, reason: str) -> None:
     with pytest.warns(BarrierWarning, match=reason):
         streamed(lambda x: x * 2)(value)
     assert reason in last_report().unstreamed
-    assert streambp_fx.last_report().loops == ()
+    assert last_report().loops == ()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from streambp_fx.passes.body import BodyCall, LoopBody
+from streambp_fx.passes.body import BodyCall
 from streambp_fx.passes.body_builder import BodyBuilder, RewriteError
 from streambp_fx.passes.inputs import InputRole
 from streambp_fx.passes.lower import loop_nodes
@@ -22,6 +22,7 @@ from tests.joint_graphs import (
     Captured,
     assert_same_results,
     aten,
+    bodies,
     calls,
     capture,
     forward_graph,
@@ -47,11 +48,6 @@ def gpt(layers: int = 2, dynamic: bool = False, autocast: bool = False, **option
         return capture(lambda ids: model(ids, ids), ids, dynamic=sizes)
     with torch.autocast("cpu", torch.bfloat16):
         return capture(lambda ids: model(ids, ids), ids, dynamic=sizes)
-
-
-def _bodies(rewritten: Rewritten) -> list[LoopBody]:
-    module = rewritten.graph_module
-    return [getattr(module, str(node.args[0].target)) for node in loop_nodes(module)]  # type: ignore[union-attr]
 
 
 def _wide(nodes: Iterable[Node]) -> list[tuple[str, tuple[int, ...]]]:
@@ -82,7 +78,9 @@ def test_a_forward_loop_a_layer_and_two_backward_loops(layers: int) -> None:
 
 def test_a_loop_node_matches_its_spec() -> None:
     rewritten = gpt().rewrite(chunk_size=4)
-    for node, body in zip(loop_nodes(rewritten.graph_module), _bodies(rewritten), strict=True):
+    for node, body in zip(
+        loop_nodes(rewritten.graph_module), bodies(rewritten.graph_module), strict=True
+    ):
         _, length, *operands = node.args
         assert length == LENGTH
         assert len(operands) == len(body.spec.operands)
@@ -114,7 +112,10 @@ def test_nothing_wide_is_left_outside_loops(written_out: bool) -> None:
 
 def _in_bodies(rewritten: Rewritten, target: Any) -> list[BodyCall]:
     return [
-        call for body in _bodies(rewritten) for call in body.plan.calls if call.target is target
+        call
+        for body in bodies(rewritten.graph_module)
+        for call in body.plan.calls
+        if call.target is target
     ]
 
 
@@ -174,11 +175,13 @@ def test_narrow_sums_are_added_up_in_the_accumulation_dtype(
 ) -> None:
     rewritten = gpt(autocast=True).rewrite(accumulation=accumulation)
     found = set()
-    for node, body in zip(loop_nodes(rewritten.graph_module), _bodies(rewritten), strict=True):
+    for node, body in zip(
+        loop_nodes(rewritten.graph_module), bodies(rewritten.graph_module), strict=True
+    ):
         for value, result in zip(node.meta["val"], body.spec.results, strict=True):
             if result.buffer is not None and value.dtype is torch.bfloat16:
                 buffer = node.args[2 + result.buffer]
-                found.add(buffer.meta["val"].dtype)  # type: ignore[union-attr]
+                found.add(buffer.meta["val"].dtype)
     assert found == {dtype}
 
 
