@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from streambp_fx._torch import FakeTensorMode
+
 from .extents import ExtentChange
 from .loops import Along, LoopSpec, Operand, Result
 from .placement import Extent, Streamed, expr_of, value_of
@@ -226,8 +228,8 @@ class LoopBody:
         """Copies of a graph share its bodies, which never change."""
         return self
 
-    def graph(self) -> GraphModule:
-        """The graph of one chunk, traced with symbolic sizes."""
+    def trace(self) -> tuple[GraphModule, FakeTensorMode]:
+        """The graph of one chunk with symbolic sizes, and the mode that owns the sizes."""
         from .trace_body import trace_body
 
         return trace_body(self.plan, self._chunk, self._hints)

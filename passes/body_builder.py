@@ -48,6 +48,8 @@ from .rules.spec import Letter, Spec
 aten = torch.ops.aten
 streambp = torch.ops.streambp
 QUERY_ROWS = Streamed(2)
+WIDE = 96
+"""Elements per token from which a value outside loops is computed by chunk, inside them."""
 INDEX_SUMS = {aten._unsafe_masked_index_put_accumulate.default, aten.index_put.default}
 
 
@@ -262,7 +264,8 @@ class BodyBuilder:
         if key not in self.wide:
             length = hint_of(at.extent.length(self.axes.length))
             total = hint_of(product(value_of(arg).shape))
-            self.wide[key] = 2 * total >= length * length or self._reads_wide(arg, at)
+            wide = total >= min(WIDE, length // 2) * length
+            self.wide[key] = wide or self._reads_wide(arg, at)
         return self.wide[key]
 
     def _reads_wide(self, arg: Node, at: Streamed) -> bool:

@@ -70,10 +70,9 @@ class CompiledBody:
         return other
 
     def _compile(self) -> _Variant:
-        graph_module = self.body.graph()
+        graph_module, mode = self.body.trace()
         placeholders = graph_module.graph.find_nodes(op="placeholder")
         inputs = [node.meta["val"] for node in placeholders]
-        mode = graph_module.meta["fake_mode"]
         with (
             disable_current_modes(),
             torch.no_grad(),

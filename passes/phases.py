@@ -11,6 +11,7 @@ Result: phase 0: loop over k, v      phase 1: loop over attention and all that f
 
 from __future__ import annotations
 
+from collections.abc import Set
 from enum import Enum
 
 import torch
@@ -60,8 +61,13 @@ def finished_after_loop(node: Node, axes: Axes) -> bool:
     return node.args[1] in (1, 2)
 
 
-def assign_phases(nodes: list[Node], axes: Axes, backward: bool) -> dict[Node, int]:
+def assign_phases(
+    nodes: list[Node], axes: Axes, backward: bool, dependent: Set[Node] = frozenset()
+) -> dict[Node, int]:
     """The phase of each node of one segment or stage, given in topological order.
+
+    ``dependent`` are the nodes that depend on a tangent: unlike the others, they are not computed
+    again in a later loop that reads them.
 
     As late as possible: a value that waits for its reader would be kept for all tokens.
     """
@@ -78,7 +84,40 @@ def assign_phases(nodes: list[Node], axes: Axes, backward: bool) -> dict[Node, i
             else:
                 current = min(current, phase[user])
         phase[node] = current
-    return {node: phase[node] for node in nodes}
+    return _advance_sinks(nodes, axes, backward, dependent, earliest, phase)
+
+
+def _advance_sinks(
+    nodes: list[Node],
+    axes: Axes,
+    backward: bool,
+    dependent: Set[Node],
+    earliest: dict[Node, int],
+    latest: dict[Node, int],
+) -> dict[Node, int]:
+    """Move what no loop reads (weight gradients and what leads to them alone) to its inputs.
+
+    Waiting for the last phase would keep its inputs for all tokens. Values that are computed again
+    wherever they are read do not hold it back.
+    """
+    sinks: set[Node] = set()
+    for node in reversed(nodes):
+        readers = [user for user in node.users if user in latest and axes.in_loop(user)]
+        if axes.in_loop(node) and all(user in sinks for user in readers):
+            sinks.add(node)
+    phase: dict[Node, int] = {}
+    for node in nodes:
+        phase[node] = latest[node]
+        if node not in sinks:
+            continue
+        kept = [
+            phase[arg] + (1 if _waits(arg, node, axes, backward) else 0)
+            for arg in node.all_input_nodes
+            if arg in phase and axes.in_loop(arg) and arg in dependent
+        ]
+        if kept:
+            phase[node] = min(latest[node], max(earliest[node], *kept))
+    return phase
 
 
 def _waits(node: Node, user: Node, axes: Axes, backward: bool) -> bool:

@@ -179,7 +179,7 @@ class _Rewriter:
 
     def _context(self, name: str, nodes: list[Node], outputs: set[Node]) -> None:
         """Emit the loops of one segment or stage, phase by phase."""
-        phase = assign_phases(nodes, self.axes, self.backward)
+        phase = assign_phases(nodes, self.axes, self.backward, self.joint.dependent)
         last = max((phase[node] for node in nodes if self.axes.in_loop(node)), default=-1)
         for current in range(last + 1):
             produced = [

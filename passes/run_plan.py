@@ -137,12 +137,19 @@ def _change_extent(call: BodyCall, sizes: BodySizes, args: tuple[Any, ...]) -> A
     """Slice a chunk to the part inside a narrower extent, or pad it to a wider one."""
     if call.change is None or call.source is None:
         raise ValueError("a change of extent needs its source's position")
-    narrow, wide = call.change.extent, call.source.extent
     value, dim = args[call.change.source], call.source.dim
-    shift = sizes.first(narrow) - sizes.first(wide) if narrow.lo != wide.lo else 0
     if call.change.fill is None:
+        narrow, wide = call.change.extent, call.source.extent
+        shift = sizes.first(narrow) - sizes.first(wide) if narrow.lo != wide.lo else 0
         return aten.slice.Tensor(value, dim, shift, shift + sizes.size[narrow])
-    before = sizes.first(wide) - sizes.first(narrow) if narrow.lo != wide.lo else 0
-    after = sizes.size[narrow] - sizes.size[wide] - before
-    pads = [0, 0] * (value.dim() - 1 - dim) + [before, after]
-    return aten.constant_pad_nd.default(value, pads, call.change.fill)
+    narrow, wide = call.source.extent, call.change.extent
+    before = sizes.first(narrow) - sizes.first(wide) if narrow.lo != wide.lo else 0
+    after = sizes.size[wide] - sizes.size[narrow] - before
+    parts = [_filled(value, dim, size, call.change.fill) for size in (before, after)]
+    return aten.cat.default([parts[0], value, parts[1]], dim)
+
+
+def _filled(like: Any, dim: int, size: Any, fill: float) -> Any:
+    shape = list(like.shape)
+    shape[dim] = size
+    return aten.new_full.default(like, shape, fill)

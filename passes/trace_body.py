@@ -34,8 +34,10 @@ BODY_DECOMPOSITIONS: dict[Any, Any] = {
 """Ops of ours that are spelled out in bodies so that Inductor can fuse them."""
 
 
-def trace_body(plan: BodyPlan, chunk_hint: int, hints: dict[str, int]) -> GraphModule:
-    """The graph of one chunk.
+def trace_body(
+    plan: BodyPlan, chunk_hint: int, hints: dict[str, int]
+) -> tuple[GraphModule, FakeTensorMode]:
+    """The graph of one chunk, and the fake tensor mode that owns its sizes.
 
     Args:
         plan: what to trace.
@@ -54,8 +56,7 @@ def trace_body(plan: BodyPlan, chunk_hint: int, hints: dict[str, int]) -> GraphM
             graph_module = tracer(*size_inputs, *operands)
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
-    graph_module.meta["fake_mode"] = mode
-    return graph_module
+    return graph_module, mode
 
 
 def _symbolic_sizes(
