@@ -220,7 +220,7 @@ def _loop_body(plan: BodyPlan) -> LoopBody:
 @pytest.mark.parametrize("symbol", [None, "s0"])
 def test_traced_graph_equals_the_plan_for_every_size(size: int, symbol: str | None) -> None:
     plan = linear_plan(symbol=symbol)
-    traced = _loop_body(plan).graph()
+    traced, _ = _loop_body(plan).trace()
     inputs: list[Any] = [9, size, torch.randn(BATCH, size, HIDDEN), torch.randn(HIDDEN, 4)]
     if symbol is not None:
         inputs.append(3)
@@ -228,10 +228,10 @@ def test_traced_graph_equals_the_plan_for_every_size(size: int, symbol: str | No
 
 
 def test_traced_sizes_are_symbols_without_guards() -> None:
-    traced = trace_body(linear_plan(), 4, {})
+    traced, mode = trace_body(linear_plan(), 4, {})
     sizes = [n.meta["val"] for n in traced.graph.find_nodes(op="placeholder")][:2]
     assert all(isinstance(size, torch.SymInt) for size in sizes)
-    assert not traced.meta["fake_mode"].shape_env.guards
+    assert mode.shape_env is not None and not mode.shape_env.guards
 
 
 def test_copies_of_a_graph_share_its_bodies() -> None:
