@@ -86,10 +86,10 @@ class CompiledBody:
         return _Variant(_condition(sizes, mode.shape_env), code)
 
 
-def _condition(sizes: list[torch.SymInt], env: ShapeEnv) -> Callable[..., bool]:
+def _condition(sizes: list[torch.SymInt], env: ShapeEnv | None) -> Callable[..., bool]:
     """A test of the facts about sizes that the compiled code relies on."""
     names = [str(size.node.expr) for size in sizes]
-    facts = [f"({PythonPrinter().doprint(guard.expr)})" for guard in env.guards]
+    facts = [f"({PythonPrinter().doprint(guard.expr)})" for guard in (env.guards if env else ())]
     source = f"lambda {', '.join(names)}: {' and '.join(facts) or 'True'}"
     condition: Callable[..., bool] = eval(source, {"math": math})
     return condition

@@ -19,9 +19,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from streambp_fx._torch import fx_graph_cse
 
-from .placement import product, value_of
-
-from .placement import expr_of, value_of
+from .placement import expr_of, product, value_of
 
 aten = torch.ops.aten
 MEANS = {aten.mean.default, aten.mean.dim}
@@ -90,7 +88,7 @@ def _spell_out_mean(node: Node) -> None:
     dims = list(node.args[1]) if len(node.args) > 1 and node.args[1] else list(range(value.dim()))  # type: ignore[arg-type]
     dims = sorted(dim % value.dim() for dim in dims)
     count = product(value.shape[dim] for dim in dims)
-    if dims == [value.dim() - 1] and value.dim() > 1 or not isinstance(count, int):
+    if (dims == [value.dim() - 1] and value.dim() > 1) or not isinstance(count, int):
         return
     keepdim = len(node.args) > 2 and bool(node.args[2])
     graph = node.graph
