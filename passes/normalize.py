@@ -85,6 +85,8 @@ def _spell_out_mean(node: Node) -> None:
     if not isinstance(source, Node) or node.kwargs:
         return
     value, result = value_of(source), value_of(node)
+    if value.dtype is torch.float16:
+        return  # the sum may exceed what fp16 can hold although the mean does not
     dims = list(node.args[1]) if len(node.args) > 1 and node.args[1] else list(range(value.dim()))  # type: ignore[arg-type]
     dims = sorted(dim % value.dim() for dim in dims)
     count = product(value.shape[dim] for dim in dims)
