@@ -3,13 +3,15 @@ VENV ?= .venv
 PYTHON_IN_VENV := $(VENV)/bin/python
 WORKERS ?= 2
 PYTEST_ARGS ?=
+# One thread a worker: two workers with a thread per core each are slower than one.
+PYTEST = OMP_NUM_THREADS=1 $(PYTHON_IN_VENV) -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
-.PHONY: help venv demo test test-fast lint format bench clean
+.PHONY: help venv demo test test-all lint format bench clean
 
 help:
 	@echo "make demo       memory, time and gradient error of four ways to train one small model"
-	@echo "make test       all tests (WORKERS=2, PYTEST_ARGS=...)"
-	@echo "make test-fast  the tests that compile no model"
+	@echo "make test       the default tests (WORKERS=2, PYTEST_ARGS=...)"
+	@echo "make test-all   those, and the slow ones: every model in every way, wheels, examples"
 	@echo "make lint       ruff and mypy"
 	@echo "make format     let ruff rewrite what lint would refuse"
 	@echo "make bench      the reference benchmark; results in benchmarks/results"
@@ -21,10 +23,10 @@ demo: venv
 	@$(VENV)/bin/streambp demo
 
 test: venv
-	@$(PYTHON_IN_VENV) -m pytest -q -n $(WORKERS) $(PYTEST_ARGS)
+	@$(PYTEST)
 
-test-fast: venv
-	@$(PYTHON_IN_VENV) -m pytest -q -n $(WORKERS) -m "not slow" $(PYTEST_ARGS)
+test-all: venv
+	@$(PYTEST) -m ""
 
 lint: venv
 	@$(PYTHON_IN_VENV) -m ruff check .

@@ -152,4 +152,4 @@ def _change_extent(call: BodyCall, sizes: BodySizes, args: tuple[Any, ...]) -> A
 def _filled(like: Any, dim: int, size: Any, fill: float) -> Any:
     shape = list(like.shape)
     shape[dim] = size
-    return aten.new_full.default(like, shape, fill)
+    return aten.full.default(shape, fill, dtype=like.dtype, device=like.device)

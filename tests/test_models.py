@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from functools import partial
 
 import pytest
@@ -16,17 +17,30 @@ from tests.watch import assert_no_allocation_of
 LENGTH = 21
 # Chunk sizes that make one chunk, two, three, seven, a ragged last one, and one longer than all.
 CHUNKS = {"1": 21, "2": 11, "3": 7, "7": 3, "ragged": 8, "longer": 64}
-THOROUGH = ("nanogpt", "trilgpt", "llama")
+# What the default run covers: each model once; more of those that stand for the others.
+ONCE = ("ragged", 3)
+MORE = {
+    "nanogpt": [(count, batch) for count in CHUNKS for batch in (1, 3)],
+    "llama": [("ragged", 1), ("longer", 3)],
+}
+THROUGH_INDUCTOR = ("nanogpt", "llama")
+WATCHED = ("nanogpt", "trilgpt", "llama", "gpt2")
+SLOW = pytest.mark.slow
 MASKED = tuple(name for name in NAMES if name not in OWN)
 
 
+def _default(names: Iterable[str], chosen: Collection[str]) -> list[object]:
+    """``names``, those that are not ``chosen`` marked slow."""
+    return [name if name in chosen else pytest.param(name, marks=SLOW) for name in names]
+
+
 def _chunkings() -> list[object]:
-    """Each model, chunking and batch size; beyond one ragged case, most are slow."""
+    """Each model, chunking and batch size; most are slow."""
     return [
         pytest.param(
             *(name, chunk, batch),
             id=f"{name}-{count}-B{batch}",
-            marks=[] if name in THOROUGH or (count, batch) == ("ragged", 3) else [pytest.mark.slow],
+            marks=[] if (count, batch) in [ONCE, *MORE.get(name, [])] else [SLOW],
         )
         for name in NAMES
         for count, chunk in CHUNKS.items()
@@ -39,19 +53,13 @@ def test_gradients_equal_eager(name: str, chunk: int, batch: int) -> None:
     assert_exact_fp64(build(name), make_batch(batch, LENGTH), chunk_size=chunk)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [n if n in ("nanogpt", "llama") else pytest.param(n, marks=pytest.mark.slow) for n in NAMES],
-)
+@pytest.mark.parametrize("name", _default(NAMES, THROUGH_INDUCTOR))
 def test_gradients_equal_eager_through_inductor(name: str) -> None:
     assert_exact_fp64(build(name), make_batch(2, LENGTH), chunk_size=8, compile_bodies=True)
 
 
 @pytest.mark.parametrize("kind", ["left_padded", "right_padded", "packed", "mask_4d"])
-@pytest.mark.parametrize(
-    "name",
-    [n if n == "llama" else pytest.param(n, marks=pytest.mark.slow) for n in MASKED],
-)
+@pytest.mark.parametrize("name", _default(MASKED, ("llama",)))
 def test_masked_batch_equals_eager(name: str, kind: str) -> None:
     if name == "opt" and kind == "mask_4d":
         pytest.skip("OPT counts its positions from a 2-D mask")
@@ -62,6 +70,13 @@ def test_masked_batch_equals_eager(name: str, kind: str) -> None:
 def test_head_has_a_chunk_size_of_its_own(head_chunk: int) -> None:
     batch = make_batch(2, LENGTH)
     assert_exact_fp64(build("llama"), batch, chunk_size=8, head_chunk_size=head_chunk)
+
+
+def test_graph_break_between_head_and_loss() -> None:
+    """Transformers warns, and Dynamo breaks there, where a model's loss has no name."""
+    model = build("gpt2")
+    model.loss_type = None
+    assert_exact_fp64(model, make_batch(2, LENGTH), chunk_size=8)
 
 
 @pytest.mark.parametrize("chunk", [8, 64])
@@ -78,7 +93,7 @@ def test_loss_written_outside_of_the_model(tied: bool, chunk: int) -> None:
     torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", _default(NAMES, WATCHED))
 @needs_report
 def test_everything_is_streamed(name: str) -> None:
     """No barrier, and no allocation as large as ``T x T`` or ``T x V`` bytes.
