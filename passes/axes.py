@@ -16,6 +16,7 @@ that mixes positions along the axis, is a barrier: it runs whole, outside loops,
 from __future__ import annotations
 
 import operator
+from collections.abc import Set
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -102,7 +103,11 @@ class Axes:
 
 
 def find_axes(
-    graph: Graph, length: Size, inputs: dict[Node, Streamed], parameters: set[Node]
+    graph: Graph,
+    length: Size,
+    inputs: dict[Node, Streamed],
+    parameters: set[Node],
+    whole: Set[Node] = frozenset(),
 ) -> Axes:
     """Propagate the streamed axis from ``inputs`` through ``graph``.
 
@@ -112,6 +117,7 @@ def find_axes(
         inputs: placeholders (data and tangents) that carry the axis.
         parameters: placeholders that are parameters; what depends on none of them, nor on
             floating data, is the prologue (masks, positions, labels) and never a barrier.
+        whole: nodes that are to run outside loops, pointwise in their first argument.
     """
     axes = Axes(length)
     for node in graph.nodes:
@@ -128,7 +134,11 @@ def find_axes(
             if node not in parameters and not is_activation:
                 axes.prologue.add(node)
         elif node.op == "call_function":
-            _visit(axes, node)
+            if node in whole:
+                axes.kind[node] = Kind.GLUE
+                axes.place[node] = axes.place[node.args[0]]  # type: ignore[index]
+            else:
+                _visit(axes, node)
             if axes.kind[node] is Kind.GLUE and any(
                 axes.in_loop(arg) or arg in axes.after_loop for arg in node.all_input_nodes
             ):

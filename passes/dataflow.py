@@ -36,7 +36,7 @@ VIEWS = {
 class JointGraph:
     """A joint forward-backward graph with its outputs told apart.
 
-    kept holds values that forward makes for backward alone.
+    kept holds values that forward makes for backward alone, scaled what backward makes of them.
     forward_outputs and backward_outputs hold nodes, or constants and ``None`` (no gradient).
     dependent holds the nodes that depend on a tangent: the backward. Every other node is a pure
     function of the primals, and may be computed again wherever it is needed.
@@ -50,9 +50,15 @@ class JointGraph:
     dependent: set[Node]
     order: dict[Node, int]
     kept: list[Node] = field(default_factory=list)
+    scaled: set[Node] = field(default_factory=set)
 
 
-def read_joint(graph: Graph, num_forward_outputs: int, kept: Iterable[Node] = ()) -> JointGraph:
+def read_joint(
+    graph: Graph,
+    num_forward_outputs: int,
+    kept: Iterable[Node] = (),
+    scaled: Iterable[Node] = (),
+) -> JointGraph:
     """Tell the parts of a joint graph apart; tangents are named so by AOTAutograd."""
     placeholders = list(graph.find_nodes(op="placeholder"))
     tangents = [node for node in placeholders if "tangents" in str(node.target)]
@@ -68,6 +74,7 @@ def read_joint(graph: Graph, num_forward_outputs: int, kept: Iterable[Node] = ()
         dependent,
         {node: index for index, node in enumerate(graph.nodes)},
         list(kept),
+        set(scaled),
     )
 
 

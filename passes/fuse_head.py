@@ -17,6 +17,8 @@ count underflows, before a gradient scaler could help, so the head keeps two loo
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch.fx import Node
 
@@ -26,6 +28,18 @@ from .dataflow import JointGraph, ancestors
 from .placement import value_of
 
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class FusedHead:
+    """What forward now keeps for backward, and the products with the tangent that backward makes.
+
+    The products run whole, outside loops: inside, they would make the last layer's loop unlike
+    the other layers'.
+    """
+
+    kept: list[Node]
+    scaled: list[Node]
 
 
 def fuse_head(
@@ -54,9 +68,7 @@ def fuse_head(
     for node in own:
         node.replace_input_with(tangent, unit)
     leaving = [node for node in own if any(user not in inside for user in node.users)]
-    for node in leaving:
-        _scale(joint, node, tangent, inside)
-    return leaving
+    return FusedHead(leaving, [_scale(joint, node, tangent, inside) for node in leaving])
 
 
 def _only_tangent(joint: JointGraph) -> Node | None:
@@ -103,7 +115,7 @@ def _like_tangent(joint: JointGraph, one: Node, tangent: Node) -> Node:
     return unit
 
 
-def _scale(joint: JointGraph, node: Node, tangent: Node, inside: set[Node]) -> None:
+def _scale(joint: JointGraph, node: Node, tangent: Node, inside: set[Node]) -> Node:
     """Hand ``node * tangent`` to every reader outside of the head."""
     with joint.graph.inserting_after(node):
         factor = tangent
@@ -116,3 +128,4 @@ def _scale(joint: JointGraph, node: Node, tangent: Node, inside: set[Node]) -> N
     node.replace_all_uses_with(
         scaled, delete_user_cb=lambda user: user not in inside and user is not scaled
     )
+    return scaled

@@ -22,7 +22,6 @@ from streambp_fx._torch import fx_graph_cse
 from .placement import expr_of, product, value_of
 
 aten = torch.ops.aten
-MEANS = {aten.mean.default, aten.mean.dim}
 SAME_VALUE = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
 
 
@@ -37,8 +36,6 @@ def normalize(graph_module: GraphModule) -> GraphModule:
         if node.op == "call_function" and node.target in SAME_VALUE:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
-        elif node.op == "call_function" and node.target in MEANS:
-            _spell_out_mean(node)
     _take_sizes_from_inputs(graph)
     graph.eliminate_dead_code()
     merged = fx_graph_cse(graph)
@@ -77,27 +74,3 @@ def _size(graph: Graph, expr: sympy.Expr, sizes: dict[sympy.Expr, Node]) -> Any:
         total.meta["val"] = combine(left, right)
     sizes[expr] = total
     return total
-
-
-def _spell_out_mean(node: Node) -> None:
-    """Replace a mean over more than the last dim, where tokens may lie, by a sum and a division."""
-    source = node.args[0]
-    if not isinstance(source, Node) or node.kwargs:
-        return
-    value, result = value_of(source), value_of(node)
-    if value.dtype is torch.float16:
-        return  # the sum may exceed what fp16 can hold although the mean does not
-    dims = list(node.args[1]) if len(node.args) > 1 and node.args[1] else list(range(value.dim()))  # type: ignore[arg-type]
-    dims = sorted(dim % value.dim() for dim in dims)
-    count = product(value.shape[dim] for dim in dims)
-    if (dims == [value.dim() - 1] and value.dim() > 1) or not isinstance(count, int):
-        return
-    keepdim = len(node.args) > 2 and bool(node.args[2])
-    graph = node.graph
-    with graph.inserting_before(node):
-        total = graph.call_function(aten.sum.dim_IntList, (source, dims, keepdim))
-        mean = graph.call_function(aten.div.Tensor, (total, count))
-    for new in (total, mean):
-        new.meta = {**node.meta, "val": result}
-    node.replace_all_uses_with(mean)
-    graph.erase_node(node)

@@ -100,9 +100,9 @@ def stream(
         return None
     analysis = _analyse(joint, axis, parameters, history)
     if analysis is not None and joint.tangents:
-        kept = _timed(history, "fuse_head", partial(fuse_head, joint, *analysis))
-        if kept is not None:
-            joint = read_joint(normal.graph, num_forward_outputs, kept)
+        fused = _timed(history, "fuse_head", partial(fuse_head, joint, *analysis))
+        if fused is not None:
+            joint = read_joint(normal.graph, num_forward_outputs, fused.kept, fused.scaled)
             analysis = _analyse(joint, axis, parameters, history)
     if analysis is None:
         history.unstreamed = "no value of the graph carries the sequence axis"
@@ -144,12 +144,12 @@ def _analyse(
 def _propagate(joint: JointGraph, axis: SequenceAxis, parameters: set[Node]) -> Axes:
     """Propagate through the forward, give the tangents the positions of their outputs, go on."""
     if not joint.tangents:
-        return find_axes(joint.graph, axis.length, axis.inputs, parameters)
-    forward = find_axes(joint.graph, axis.length, axis.inputs, parameters)
+        return find_axes(joint.graph, axis.length, axis.inputs, parameters, joint.scaled)
+    forward = find_axes(joint.graph, axis.length, axis.inputs, parameters, joint.scaled)
     inputs = {**axis.inputs, **label_tangents(joint, forward)}
     if len(inputs) == len(axis.inputs):
         return forward
-    return find_axes(joint.graph, axis.length, inputs, parameters)
+    return find_axes(joint.graph, axis.length, inputs, parameters, joint.scaled)
 
 
 def _timed(history: History, name: str, run: Callable[[], T]) -> T:

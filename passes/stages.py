@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from .axes import Axes
+from .axes import Axes, Kind
 from .cuts import Segments
 from .dataflow import JointGraph, bytes_of, storage_of
 
@@ -25,7 +25,8 @@ def assign_stages(joint: JointGraph, axes: Axes, segments: Segments) -> dict[Nod
         node for node in joint.graph.nodes if node in joint.dependent and node.op == "call_function"
     ]
     owner = owners(joint, axes, segments)
-    pins = _pins(backward, axes, owner)
+    pins = _pins(backward, axes, owner) | _gradient_pins(joint, axes, segments, owner)
+    pins |= dict.fromkeys(joint.scaled, segments.count - 1)
     lowest, highest = _descendant_pins(backward, pins)
     stage: dict[Node, int] = {}
     for current in range(segments.count - 1, 0, -1):
@@ -60,6 +61,30 @@ def _pins(backward: list[Node], axes: Axes, owner: dict[Node, int]) -> dict[Node
         read = [owner[arg] for arg in node.all_input_nodes if arg in owner and axes.in_loop(arg)]
         if read:
             pins[node] = min(read)
+    return pins
+
+
+def _gradient_pins(
+    joint: JointGraph, axes: Axes, segments: Segments, owner: dict[Node, int]
+) -> dict[Node, int]:
+    """Pins of weight gradients that read nothing inside a segment, such as an embedding's.
+
+    They belong to the segment that reads the weight, so that the layer that happens to come before
+    in backward stays like the other layers.
+    """
+    pins: dict[Node, int] = {}
+    for primal, gradient in zip(joint.primals, joint.backward_outputs, strict=False):
+        node = gradient
+        while isinstance(node, Node) and axes.kind.get(node) is Kind.GLUE:
+            inputs = [arg for arg in node.all_input_nodes if arg in joint.dependent]
+            node = inputs[0] if len(inputs) == 1 else None
+        if not isinstance(node, Node) or axes.kind.get(node) is not Kind.SUM:
+            continue
+        if any(arg in owner for arg in node.all_input_nodes):
+            continue
+        readers = [segments.segment[user] for user in primal.users if user in segments.segment]
+        if readers:
+            pins[node] = min(readers)
     return pins
 
 

@@ -16,8 +16,9 @@ import torch
 from torch.fx import GraphModule
 
 from . import ops as ops  # registers the ops that rewritten graphs call
-from ._torch import aot_autograd, default_partition, inductor_config, select_decomp_table
+from ._torch import aot_autograd, default_partition, inductor_config
 from .options import Options, parse_options
+from .passes.decompositions import decompositions
 from .passes.defer_outputs import defer_outputs
 from .passes.inputs import InputRole
 from .passes.lower import lower
@@ -91,7 +92,7 @@ class _Compilation:
             bw_compiler=self._run_graph,
             inference_compiler=self._inference,
             partition_fn=self._partition,
-            decompositions=select_decomp_table(),
+            decompositions=decompositions(),
         )
         compiled: Callable[..., Any] = compiler(graph_module, list(example_inputs))
         if not deferral.deferred:
