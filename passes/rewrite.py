@@ -33,7 +33,7 @@ from .body import BodyPlan, LoopBody, map_args
 from .body_builder import BodyBuilder, RewriteError
 from .chunk_size import ChunkSizes
 from .cuts import Segments
-from .dataflow import JointGraph, ancestors
+from .dataflow import JointGraph
 from .loops import LoopSpec, streambp_loop
 from .phases import Need, assign_phases, descends, finished_after_loop, is_tensor, needs
 from .placement import expr_of, hint_of, value_of
@@ -328,9 +328,16 @@ class _Rewriter:
 
     def _try_whole(self, node: Node) -> None:
         """Make a GLUE value of backward as soon as all it needs exists."""
-        inputs = ancestors([node])
-        if all(self.available(arg) or not self.axes.in_loop(arg) for arg in inputs):
-            self.whole(node)
+        stack, seen = [node], set()
+        while stack:
+            current = stack.pop()
+            if current in seen or self.available(current):
+                continue
+            if self.axes.in_loop(current):
+                return
+            seen.add(current)
+            stack.extend(current.all_input_nodes)
+        self.whole(node)
 
     def buffer(self, like: Node, zero: bool, dtype: torch.dtype) -> Node:
         """A new buffer with the shape of ``like``'s whole value."""
