@@ -6,6 +6,7 @@ Everything in float64 and equal to eager.
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.backend import streamed
+from tests.marks import slow_but
 from tests.models import UPCAST, Batch, build, loss_of, make_batch, make_dtype_preserving
 from tests.oracle import assert_exact_fp64, assert_same_grads, assert_same_step, run
 from tests.own_models import LogitsOnly, NanoGPT, add_low_rank
@@ -32,8 +34,13 @@ def _weights(model: nn.Module) -> list[Tensor]:
     return [weight for weight in model.parameters() if weight.requires_grad]
 
 
-@pytest.mark.parametrize("factor", [1 / 3, 4.0, 0.0, -1.0])
-@pytest.mark.parametrize("name", ["nanogpt", "llama"])
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    slow_but(
+        [("nanogpt", 1 / 3), ("nanogpt", 0.0), ("llama", 4.0)],
+        itertools.product(["nanogpt", "llama"], [1 / 3, 4.0, 0.0, -1.0]),
+    ),
+)
 def test_upstream_gradient_multiplies_every_gradient(name: str, factor: float) -> None:
     def loss(function: Callable[..., Any], batch: Batch) -> Tensor:
         return loss_of(function(**batch)) * factor
@@ -177,7 +184,10 @@ def test_gradient_with_respect_to_input_embeddings() -> None:
 
 @pytest.mark.parametrize(
     "frozen",
-    ["head", "token", "blocks.0", "blocks.1", "blocks", "norm", "position"],
+    slow_but(
+        ["head", "token", "blocks.0", "blocks"],
+        ["head", "token", "blocks.0", "blocks.1", "blocks", "norm", "position"],
+    ),
 )
 def test_frozen_weights_get_no_gradient(frozen: str) -> None:
     torch.manual_seed(0)
@@ -201,8 +211,13 @@ def test_low_rank_adapters(name: str, layers: tuple[str, ...]) -> None:
     assert_exact_fp64(model, make_batch(2, LENGTH), chunk_size=CHUNK)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("name", ["llama", "gemma", "cohere"])
+@pytest.mark.parametrize(
+    ("name", "tied"),
+    slow_but(
+        [("llama", True), ("gemma", False)],
+        itertools.product(["llama", "gemma", "cohere"], [True, False]),
+    ),
+)
 def test_tied_and_untied_embeddings(name: str, tied: bool) -> None:
     model = build(name, tie_word_embeddings=tied)
     weights = dict(model.named_parameters())
@@ -225,7 +240,7 @@ def test_checkpointed_blocks() -> None:
     assert_exact_fp64(Checkpointed(), make_batch(2, LENGTH), chunk_size=CHUNK)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", slow_but(["llama"], ["llama", "gpt2"]))
 def test_gradient_checkpointing_of_transformers(name: str) -> None:
     model = build(name).double()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

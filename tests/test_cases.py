@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.backend import assert_streamed_whole, streamed
+from tests.marks import slow_but
 from tests.models import (
     Batch,
     build,
@@ -52,7 +53,7 @@ class PerToken(LogitsOnly):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=self.reduction)
 
 
-@pytest.mark.parametrize("chunk", PARTITIONS)
+@pytest.mark.parametrize("chunk", slow_but([1, 8, 64], PARTITIONS))
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_loss_grows_with_the_number_of_chunks(reduction: str, chunk: int) -> None:
     torch.manual_seed(0)
@@ -118,7 +119,7 @@ def test_batch_without_a_label_makes_a_new_nan(count: int | None) -> None:
 
 
 @pytest.mark.parametrize("where", [slice(0, 8), slice(8, 16), slice(16, 21), slice(0, 20)])
-@pytest.mark.parametrize("name", ["nanogpt", "llama"])
+@pytest.mark.parametrize("name", slow_but(["nanogpt"], ["nanogpt", "llama"]))
 def test_fully_masked_chunk_turns_the_batch_into_nan(name: str, where: slice) -> None:
     batch = make_batch(2, LENGTH)
     batch["labels"][:, where] = -100
@@ -178,7 +179,7 @@ HEADS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("bias", slow_but([True], [True, False]))
 @pytest.mark.parametrize("kind", HEADS)
 def test_what_stands_between_head_and_loss_is_dropped(kind: str, bias: bool, tied: bool) -> None:
     class Headed(LogitsOnly):
@@ -284,7 +285,7 @@ def test_later_document_attends_to_an_earlier_one(positions: list[int]) -> None:
     assert (after - before)[:, :second].abs().max() > 0.1
 
 
-@pytest.mark.parametrize("padding", [5, 8, 13])
+@pytest.mark.parametrize("padding", slow_but([5], [5, 8, 13]))
 def test_left_padded_row_differs_from_the_row_alone(padding: int) -> None:
     model = make_dtype_preserving(build("llama"))
     alone = make_batch(1, LENGTH)

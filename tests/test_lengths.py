@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.backend import streamed
+from tests.marks import SLOW, slow_but
 from tests.models import build, make_batch, make_dtype_preserving
 from tests.oracle import assert_same_step, run
 from tests.watch import count_compiles
@@ -16,7 +17,6 @@ from tests.watch import count_compiles
 CHUNK = 16
 # Below one chunk, exactly one, ragged, whole, and long beyond the first; none is repeated.
 LENGTHS = [5, 11, 16, 17, 23, 31, 32, 47, 64, 129]
-SLOW = pytest.mark.slow
 
 
 def _check_lengths(
@@ -42,18 +42,19 @@ def _check_lengths(
         assert (compiles.frames, compiles.bodies) == (0, 0), f"length {length} compiled anew"
 
 
-@pytest.mark.parametrize("compile_bodies", [False, pytest.param(True, marks=SLOW)])
-@pytest.mark.parametrize("name", ["nanogpt", "llama", pytest.param("gpt2", marks=SLOW)])
+@pytest.mark.parametrize("compile_bodies", slow_but([False], [False, True]))
+@pytest.mark.parametrize("name", slow_but(["nanogpt"], ["nanogpt", "llama", "gpt2"]))
 def test_dynamic_length_compiles_once(name: str, compile_bodies: bool) -> None:
     # The first length has whole chunks and a ragged one: with bodies compiled, both variants.
     _check_lengths(name, [41], dynamic=True, compile_bodies=compile_bodies)
 
 
-@pytest.mark.parametrize("name", ["nanogpt", pytest.param("llama", marks=SLOW)])
+@pytest.mark.parametrize("name", slow_but(["nanogpt"], ["nanogpt", "llama"]))
 def test_automatic_dynamic_length_compiles_twice(name: str) -> None:
     _check_lengths(name, [41, 57], dynamic=None, compile_bodies=False)
 
 
+@SLOW
 def test_length_marked_dynamic_compiles_once() -> None:
     def mark(batch: dict[str, Any]) -> None:
         for value in batch.values():
@@ -71,7 +72,7 @@ def test_twenty_lengths_compile_a_bounded_number_of_times() -> None:
     assert 0 < compiles.frames <= 4, "at most one static and one dynamic frame and graph"
 
 
-@pytest.mark.parametrize("length", [63, 64, 65, 66])
+@pytest.mark.parametrize("length", slow_but([65], [63, 64, 65, 66]))
 def test_dynamic_length_near_a_chunk_multiple(length: int) -> None:
     model = make_dtype_preserving(build("nanogpt"))
     batch = make_batch(1, length)

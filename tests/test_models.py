@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
 from functools import partial
 
 import pytest
 import torch
 
 from tests.backend import assert_streamed_whole, needs_report, streamed
+from tests.marks import SLOW, slow_but
 from tests.models import NAMES, OWN, build, loss_of, make_batch
 from tests.oracle import assert_exact_fp64
 from tests.own_models import LogitsOnly, loss_fn
@@ -25,13 +25,7 @@ MORE = {
 }
 THROUGH_INDUCTOR = ("nanogpt", "llama")
 WATCHED = ("nanogpt", "trilgpt", "llama", "gpt2")
-SLOW = pytest.mark.slow
 MASKED = tuple(name for name in NAMES if name not in OWN)
-
-
-def _default(names: Iterable[str], chosen: Collection[str]) -> list[object]:
-    """``names``, those that are not ``chosen`` marked slow."""
-    return [name if name in chosen else pytest.param(name, marks=SLOW) for name in names]
 
 
 def _chunkings() -> list[object]:
@@ -53,13 +47,13 @@ def test_gradients_equal_eager(name: str, chunk: int, batch: int) -> None:
     assert_exact_fp64(build(name), make_batch(batch, LENGTH), chunk_size=chunk)
 
 
-@pytest.mark.parametrize("name", _default(NAMES, THROUGH_INDUCTOR))
+@pytest.mark.parametrize("name", slow_but(THROUGH_INDUCTOR, NAMES))
 def test_gradients_equal_eager_through_inductor(name: str) -> None:
     assert_exact_fp64(build(name), make_batch(2, LENGTH), chunk_size=8, compile_bodies=True)
 
 
 @pytest.mark.parametrize("kind", ["left_padded", "right_padded", "packed", "mask_4d"])
-@pytest.mark.parametrize("name", _default(MASKED, ("llama",)))
+@pytest.mark.parametrize("name", slow_but(["llama"], MASKED))
 def test_masked_batch_equals_eager(name: str, kind: str) -> None:
     if name == "opt" and kind == "mask_4d":
         pytest.skip("OPT counts its positions from a 2-D mask")
@@ -93,7 +87,7 @@ def test_loss_written_outside_of_the_model(tied: bool, chunk: int) -> None:
     torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-13)
 
 
-@pytest.mark.parametrize("name", _default(NAMES, WATCHED))
+@pytest.mark.parametrize("name", slow_but(WATCHED, NAMES))
 @needs_report
 def test_everything_is_streamed(name: str) -> None:
     """No barrier, and no allocation as large as ``T x T`` or ``T x V`` bytes.

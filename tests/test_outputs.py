@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.backend import needs_report, streamed
+from tests.marks import slow_but
 from tests.models import build, make_batch, make_dtype_preserving
 from tests.oracle import assert_same_step, run
 from tests.own_models import LogitsOnly
@@ -21,7 +22,7 @@ def _llama() -> nn.Module:
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "cohere"])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", slow_but([3], [1, 3]))
 def test_logits_equal_eager(name: str, batch: int) -> None:
     model = make_dtype_preserving(build(name))
     data = make_batch(batch, LENGTH)

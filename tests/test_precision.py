@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.backend import needs_report, streamed
+from tests.marks import slow_but
 from tests.models import build, loss_of, make_batch
 from tests.oracle import assert_error_not_larger_than_eager, assert_same_grads, run
 
 NAMES = ["nanogpt", "llama"]
-SLOW_NAMES = ["gpt2", "gptneox", "gemma", "trilgpt", "cohere"]
-ALL_NAMES = NAMES + [pytest.param(name, marks=pytest.mark.slow) for name in SLOW_NAMES]
+ALL_NAMES = slow_but(NAMES, [*NAMES, "gpt2", "gptneox", "gemma", "trilgpt", "cohere"])
 CHUNK = 8
 
 
@@ -30,7 +30,7 @@ def test_weights_in_one_dtype(name: str, dtype: torch.dtype) -> None:
     assert_error_not_larger_than_eager(_build(name), dtype, chunk_size=CHUNK)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(["nanogpt"], NAMES))
 def test_float16_weights_with_a_scaled_loss(name: str) -> None:
     assert_error_not_larger_than_eager(_build(name), torch.float16, scale=1024.0, chunk_size=CHUNK)
 
@@ -42,7 +42,7 @@ def test_bfloat16_autocast_over_float32_weights(name: str) -> None:
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", slow_but(["llama"], NAMES))
 def test_float16_autocast_with_a_scaled_loss(name: str) -> None:
     assert_error_not_larger_than_eager(
         _build(name),
