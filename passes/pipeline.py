@@ -8,9 +8,9 @@
     assign_stages        which segment each backward node belongs to
     fuse_head            the head's backward joins its forward loop, where that is right
     rewrite              loops
-    check_loops          invariants of the result
+    check_rewritten      invariants of the result
 
-Every intermediate graph is kept in `History`, with the seconds each pass took.
+The graphs are kept in `History`, with the seconds each pass took.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ from typing import TypeVar
 import torch
 from torch.fx import GraphModule, Node
 
+from streambp_fx._torch import detect_fake_mode
+
 from .axes import Axes, Barrier, find_axes
 from .body_builder import RewriteError
 from .causal_masks import simplify_causal_masks
+from .check import check_rewritten
 from .chunk_size import chunk_sizes
 from .cuts import Segments, choose_cuts
 from .dataflow import JointGraph, read_joint
@@ -65,9 +68,13 @@ class Settings:
 
 @dataclass
 class History:
-    """The intermediate graphs and times of one run of the passes."""
+    """What one run of the passes went through.
 
-    graphs: list[tuple[str, str]] = field(default_factory=list)
+    graphs
+        ``normalized`` and ``rewritten``: the graph before the analyses and the one with loops.
+    """
+
+    graphs: dict[str, GraphModule] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     barriers: list[Barrier] = field(default_factory=list)
     loops: list[LoopSpec] = field(default_factory=list)
@@ -89,7 +96,9 @@ def stream(
         )
         for node, why in left
     ]
+    guards = _guards(graph_module)
     normal = _timed(history, "normalize", lambda: normalize(graph_module))
+    history.graphs["normalized"] = normal
     _timed(history, "simplify_causal_masks", lambda: simplify_causal_masks(normal))
     joint = read_joint(normal.graph, num_forward_outputs)
     roles = read_roles(joint, input_roles)
@@ -122,11 +131,27 @@ def stream(
             "rewrite",
             lambda: rewrite(joint, axes, segments, stages, sizes, settings.accumulation),
         )
+        _timed(history, "check_rewritten", lambda: check_rewritten(rewritten, joint))
+        _check_guards(normal, guards)
     except RewriteError as error:
         history.unstreamed = str(error)
         return None
+    history.graphs["rewritten"] = rewritten.graph_module
     history.loops += rewritten.loops
     return rewritten
+
+
+def _guards(graph_module: GraphModule) -> int:
+    """How many guards the shape environment of a traced graph has."""
+    mode = detect_fake_mode([node.meta.get("val") for node in graph_module.graph.nodes])
+    return 0 if mode is None or mode.shape_env is None else len(mode.shape_env.guards)
+
+
+def _check_guards(graph_module: GraphModule, before: int) -> None:
+    """Raise if the passes added a guard, which would make a new length recompile."""
+    added = _guards(graph_module) - before
+    if added:
+        raise RewriteError(f"the passes added {added} guards on the sequence length")
 
 
 def _analyse(

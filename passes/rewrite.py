@@ -138,7 +138,9 @@ class _Rewriter:
     # Segments and stages
 
     def _forward_segment(self, index: int) -> None:
-        nodes = [node for node in self.segments.flow if self.segments.segment[node] == index]
+        own = [node for node in self.segments.flow if self.segments.segment[node] == index]
+        chosen = set(own) | self._rebuilt(own)
+        nodes = [node for node in self.joint.graph.nodes if node in chosen]
         cut = self.segments.cuts[index] if index < len(self.segments.cuts) else set()
         leaving = (*self.joint.forward_outputs, *self.joint.kept)
         outputs = set(cut) | {node for node in leaving if isinstance(node, Node)}
@@ -163,7 +165,7 @@ class _Rewriter:
                 self._try_whole(node)
 
     def _rebuilt(self, own: list[Node]) -> set[Node]:
-        """The forward nodes that a stage computes again, back to values that were kept."""
+        """The forward nodes that ``own`` needs computed (again), back to values that exist."""
         stack = [arg for node in own for arg in node.all_input_nodes]
         found: set[Node] = set()
         while stack:
