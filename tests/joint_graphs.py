@@ -16,12 +16,13 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from streambp_fx._torch import aot_autograd, default_partition, select_decomp_table
+from streambp_fx._torch import aot_autograd, default_partition
 from streambp_fx.backend import _input_roles
 from streambp_fx.passes.axes import Axes, find_axes
 from streambp_fx.passes.causal_masks import simplify_causal_masks
 from streambp_fx.passes.cuts import Segments, choose_cuts
 from streambp_fx.passes.dataflow import JointGraph, read_joint
+from streambp_fx.passes.decompositions import decompositions
 from streambp_fx.passes.inputs import (
     InputRole,
     find_sequence_axis,
@@ -162,7 +163,7 @@ def capture(
         compiler = aot_autograd(
             fw_compiler=forward,
             partition_fn=partition,
-            decompositions=select_decomp_table(),
+            decompositions=decompositions(),
         )
         return compiler(graph_module, example_inputs)
 

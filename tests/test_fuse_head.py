@@ -94,11 +94,12 @@ def test_kept_values_are_scaled_for_every_reader_outside() -> None:
     analysis = captured.analyse()
     stages = dict(analysis.stages)
     kept = fuse_head(analysis.joint, analysis.axes, analysis.segments, analysis.stages)
-    assert kept
+    assert kept is not None
     (tangent,) = analysis.joint.tangents
     last = analysis.segments.count - 1
     inside = {node for node, stage in stages.items() if stage == last}
     assert not any(user in inside for user in tangent.users)
-    for node in kept:
+    for node in kept.kept:
         outside = [user for user in node.users if user not in inside]
         assert [user.args for user in outside] == [(node, tangent)]
+        assert set(outside) <= set(kept.scaled)
