@@ -59,7 +59,7 @@ def accumulate_index_put_(
             else index.clamp(-accumulator.size(dim), accumulator.size(dim) - 1)
             for dim, index in enumerate(indices)
         ]
-    accumulator.index_put_(indices, values, accumulate=True)
+    torch.ops.aten.index_put_.default(accumulator, indices, values, True)
 
 
 def write_chunk_(buffer: Tensor, chunk: Tensor, dim: int, start: int) -> None:
