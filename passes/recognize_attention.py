@@ -187,7 +187,9 @@ class _Bias:
         if kept is None:
             device = tensor_of(mask).device
             kept = self._emit.call(torch.zeros, (), device=device, dtype=self._dtype)
-        self._additive = self._emit.call(torch.where, allowed, kept, step.fill)
+        # Two numbers make an fp32 tensor, which can not hold float64's lowest number.
+        fill = max(step.fill, torch.finfo(torch.float32).min)
+        self._additive = self._emit.call(torch.where, allowed, kept, fill)
 
     def _and(self, one: Node | None, other: Node) -> Node:
         return other if one is None else self._emit.call(operator.and_, one, other)
