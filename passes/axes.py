@@ -136,7 +136,7 @@ def find_axes(
         elif node.op == "call_function":
             if node in whole:
                 axes.kind[node] = Kind.GLUE
-                axes.place[node] = axes.place[node.args[0]]  # type: ignore[index]
+                axes.place[node] = axes.place[node.args[0]]
             else:
                 _visit(axes, node)
             if axes.kind[node] is Kind.GLUE and any(

@@ -44,7 +44,7 @@ class FusedHead:
 
 def fuse_head(
     joint: JointGraph, axes: Axes, segments: Segments, stage: dict[Node, int]
-) -> list[Node] | None:
+) -> FusedHead | None:
     """Move the last stage of ``joint`` into forward, in place.
 
     Returns:
