@@ -2,6 +2,7 @@
 
     replay_random_ops    random numbers become a function of a seed and the position
     normalize            aliases and repeats go
+    normalize_kernels    attention kernels that calls hid become our op
     simplify_causal_masks  masks that are proven causal are never built
     find_axes            where the sequence axis runs, what is a barrier
     choose_cuts          which forward values are kept
@@ -43,6 +44,7 @@ from .inputs import (
 )
 from .loops import LoopSpec
 from .normalize import normalize
+from .normalize_kernels import normalize_kernels
 from .placement import source_of
 from .random_ops import replay_random_ops
 from .rewrite import Rewritten, rewrite
@@ -99,6 +101,7 @@ def stream(
     guards = _guards(graph_module)
     normal = _timed(history, "normalize", lambda: normalize(graph_module))
     history.graphs["normalized"] = normal
+    _timed(history, "normalize_kernels", lambda: normalize_kernels(normal))
     _timed(history, "simplify_causal_masks", lambda: simplify_causal_masks(normal))
     joint = read_joint(normal.graph, num_forward_outputs)
     roles = read_roles(joint, input_roles)
