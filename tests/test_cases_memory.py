@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from tests.backend import assert_streamed_whole, needs_report, streamed
+from tests.marks import slow_but
 from tests.models import Batch, build, loss_of, make_batch
 from tests.oracle import assert_exact_fp64
 from tests.own_models import NanoGPT, add_low_rank
@@ -84,7 +85,7 @@ def test_each_chunk_builds_an_embedding_gradient_of_its_own(compile_bodies: bool
 
 @needs_report
 @pytest.mark.parametrize("kind", ["left_padded", "right_padded", "packed"])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("name", slow_but(["llama"], ["llama", "gpt2"]))
 def test_masked_row_builds_a_mask_of_all_pairs(name: str, kind: str) -> None:
     model = build(name)
     step = _step(model, make_batch(1, 512, kind=kind), chunk_size=16)
