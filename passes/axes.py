@@ -85,6 +85,7 @@ class Axes:
     """
 
     length: Size
+    parameters: Set[Node] = frozenset()
     kind: dict[Node, Kind] = field(default_factory=dict)
     place: dict[Node, tuple[Streamed | None, ...]] = field(default_factory=dict)
     step: dict[Node, Step] = field(default_factory=dict)
@@ -119,7 +120,7 @@ def find_axes(
             floating data, is the prologue (masks, positions, labels) and never a barrier.
         whole: nodes that are to run outside loops, pointwise in their first argument.
     """
-    axes = Axes(length)
+    axes = Axes(length, parameters)
     for node in graph.nodes:
         if node.op == "placeholder":
             axes.kind[node] = Kind.GLUE

@@ -39,9 +39,9 @@ def normalize_kernels(graph_module: GraphModule) -> None:
             scale = 1.0 / math.sqrt(value_of(given["query"]).shape[-1])
         how = (given["is_causal"], scale, 0.0)
         heads = (given["query"], given["key"], given["value"], given["attn_mask"], None)
-        if node.target is KERNEL:
-            target, args = torch.ops.streambp.attention.default, (*heads, *how)
-        else:
+        target = torch.ops.streambp.attention.default
+        args: tuple[Any, ...] = (*heads, *how)
+        if node.target is KERNEL_BACKWARD:
             target = torch.ops.streambp.attention_backward.default
             args = (given["grad_out"], *heads, given["out"], given["logsumexp"], *how)
         with graph_module.graph.inserting_before(node):

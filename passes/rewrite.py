@@ -123,11 +123,14 @@ class _Rewriter:
             self.size_nodes.setdefault(value.node.expr, copy)
 
     def _parameter_only(self) -> set[Node]:
-        """Nodes that depend on placeholders without a sequence axis alone, and on at least one."""
+        """Nodes that depend on parameters alone.
+
+        Not on buffers: forward may change one in place, after which it can not be read again.
+        """
         found: set[Node] = set()
         for node in self.joint.graph.nodes:
             if node.op == "placeholder":
-                if self.axes.position(node) is None and is_tensor(node):
+                if node in self.axes.parameters:
                     found.add(node)
             elif node.op == "call_function" and node not in self.joint.dependent:
                 inputs = [arg for arg in node.all_input_nodes if is_tensor(arg)]

@@ -71,7 +71,7 @@ def test_backward_takes_what_forward_saves_and_the_tangents() -> None:
 def test_loops_go_to_the_half_they_belong_to() -> None:
     forward, backward = _halves(gpt(3))
     assert len(loop_nodes(forward)) == 5, "embedding, three layers, head"
-    assert len(loop_nodes(backward)) == 7, "keys and values, and the rest, of three layers; embedding"
+    assert len(loop_nodes(backward)) == 7, "two of each of three layers, embedding"
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
