@@ -17,6 +17,7 @@ import torch
 from torch.fx import Node
 
 from .placement import Extent, Streamed, expr_of, value_of
+from .rules.calls import constant_fill
 from .rules.spec import Size
 
 aten = torch.ops.aten
@@ -115,7 +116,7 @@ def extent_change(
         base = node.args[0]
         if place is None or slice_dim(node) != place.dim or not _plain(place):
             return None
-        fill = constant_fill(base)
+        fill = constant_fill(base) if isinstance(base, Node) else None
         bounds = _bounds(node, value_of(node).shape[place.dim])
         if fill is None or bounds is None:
             return None
@@ -152,15 +153,3 @@ def _pad_change(node: Node, place: Streamed | None) -> tuple[Streamed, ExtentCha
 def _plain(place: Streamed) -> bool:
     """Whether the streamed axis is a whole dim, not a factor of one."""
     return expr_of(place.outer) == 1 and expr_of(place.inner) == 1
-
-
-def constant_fill(node: object) -> float | None:
-    """The number a tensor is filled with, if its producer says so."""
-    if not isinstance(node, Node):
-        return None
-    if node.target in (aten.full.default, aten.full_like.default, aten.new_full.default):
-        fill = node.args[2] if node.target is aten.new_full.default else node.args[1]
-        return float(fill) if isinstance(fill, (int, float)) else None
-    if node.target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default):
-        return 0.0
-    return None

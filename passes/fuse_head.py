@@ -1,18 +1,18 @@
 """Pass: run the head's forward and backward in one loop, with a unit tangent.
 
-A loss that is linear in nothing but its tangent can have its gradients made in forward, as if the
-tangent were 1, and scaled by the real one in backward; the logits of a chunk are then computed
-once instead of twice.
+Gradients that are linear in the loss's tangent can be made in forward, as if the tangent were 1,
+and scaled by the real one in backward; the logits of a chunk are then computed once instead of
+twice.
 
 Given:   loss = sum(f(h @ W)) / n;      dh, dW = head_backward(tangent, h, W)
 Result:  loss = sum(f(h @ W)) / n;      dh1, dW1 = head_backward(1, h, W)       # in forward
          dh = dh1 * tangent;            dW = dW1 * tangent                      # in backward
 
-It is right where the only tangent is the loss's, since everything in backward is then that
-tangent times a constant, and possible where the head's backward waits for no sum over the whole
-sequence (a token count comes from the labels alone, and does not). The products are out of place:
-what forward saved must survive ``retain_graph``. In fp16 a unit tangent divided by the token
-count underflows, before a gradient scaler could help, so the head keeps two loops there.
+It is right where the only tangent is the loss's and everything in backward is that tangent times a
+constant (`linearity` checks the ops); it is possible where the head's backward waits for no sum
+over the whole sequence (a token count comes from the labels alone, and does not). The products are
+out of place: what forward saved must survive ``retain_graph``. In fp16 a unit tangent divided by
+the token count underflows, before a gradient scaler could help, so the head keeps two loops there.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.fx import Node
 from .axes import ATTENTION, Axes, Kind
 from .cuts import Segments
 from .dataflow import JointGraph, ancestors
+from .linearity import is_linear
 from .placement import value_of
 
 aten = torch.ops.aten
@@ -93,11 +94,22 @@ def _may_fuse(
         return False
     if any(_dtype(node) == torch.float16 for node in (*head, *own)):
         return False
+    if not all(is_linear(node, joint.dependent) for node in own):
+        return False
+    inside = set(own)
+    if any(not _is_float(node) for node in own if any(user not in inside for user in node.users)):
+        return False
     loops = [node for node in own if axes.in_loop(node)]
     before = ancestors(loops) - joint.dependent
     sums = {node for node in head if axes.kind[node] is Kind.SUM}
     # A sum that the head's backward reads is complete only when its forward loop has ended.
     return not (sums & before)
+
+
+def _is_float(node: Node) -> bool:
+    """Whether the node's value is one floating tensor, which can be scaled."""
+    value = value_of(node)
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _dtype(node: Node) -> torch.dtype | None:

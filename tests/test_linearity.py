@@ -1,0 +1,53 @@
+"""A head whose backward is not linear in the tangent keeps two loops, and is right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import streambp_fx
+from tests.backend import needs_report, streamed
+
+
+class Clipped(torch.autograd.Function):
+    """The identity, whose backward clips the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad.clamp(-1e-3, 1e-3)
+
+
+class Model(nn.Module):
+    def __init__(self, clip: bool) -> None:
+        super().__init__()
+        self.embed, self.head, self.clip = nn.Embedding(31, 16), nn.Linear(16, 31), clip
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.tanh(self.embed(ids))
+        logits = self.head(x)
+        logits = Clipped.apply(logits) if self.clip else logits
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+@needs_report
+@pytest.mark.parametrize("clip", [False, True])
+def test_scaled_loss(clip: bool) -> None:
+    torch.manual_seed(0)
+    model, ids = Model(clip).double(), torch.randint(0, 31, (2, 21))
+    parameters = list(model.parameters())
+    right = torch.autograd.grad(model(ids) * 50, parameters)
+    left = torch.autograd.grad(streamed(model, chunk_size=8)(ids) * 50, parameters)
+    torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-13)
+    report = streambp_fx.last_report()
+    assert report is not None
+    last = max(int(loop.name[7:8]) for loop in report.loops if loop.name.startswith("segment"))
+    fused = not any(loop.name.startswith(f"stage{last}") for loop in report.loops)
+    assert fused is not clip
