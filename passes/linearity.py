@@ -66,7 +66,7 @@ def is_linear(node: Node, dependent: Set[Node]) -> bool:
     if node.target is aten.copy.default:
         return 1 in reads
     if node.target is aten.masked_fill.Scalar:
-        return reads == [0] and node.args[2] == 0
+        return reads == [0] and not node.args[2]
     if node.target in IN_ONE:
         return reads == [0]
     if node.target in IN_EACH:
