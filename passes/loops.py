@@ -77,15 +77,19 @@ def chunk_bounds(length: int, chunk_size: int, descending: bool) -> Iterator[tup
 
 
 def local_range(extent: Extent, length: int, start: int, end: int) -> tuple[int, int]:
-    """``(offset, size)`` of chunk ``[start, end)`` inside the part that ``extent`` covers."""
-    first = min(max(start, extent.lo), length - extent.hi)
-    last = max(min(end, length - extent.hi), first)
-    return first - extent.lo, last - first
+    """``(offset, size)`` of chunk ``[start, end)`` inside the part that ``extent`` covers.
+
+    Of a chunk that lies outside, the size is 0 and the offset is that of the chunk's nearer end,
+    outside of the part: bodies subtract offsets to see how much of a chunk a slice drops.
+    """
+    first = min(max(start, extent.lo), end)
+    return first - extent.lo, max(0, min(end, length - extent.hi) - first)
 
 
 def take_chunk(value: Tensor, along: Along, total: int, offset: int, size: int) -> Tensor:
     """The chunk of ``value``, contiguous, so that a body sees one layout whatever it came from."""
     outer = value.size(along.dim) // (total * along.inner)
+    offset = min(max(offset, 0), total - size)  # an empty chunk may lie outside
     if outer == 1:
         part = value.narrow(along.dim, offset * along.inner, size * along.inner)
         return part.contiguous()

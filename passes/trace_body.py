@@ -25,7 +25,7 @@ from streambp_fx._torch import (
 from streambp_fx.ops.philox import uniform_decomposition
 
 from .body import BodyPlan
-from .placement import FULL
+from .loops import local_range
 from .run_plan import BodySizes, run_plan
 
 BODY_DECOMPOSITIONS: dict[Any, Any] = {
@@ -71,10 +71,15 @@ def _symbolic_sizes(
 
     sizes = BodySizes({}, {}, {})
     inputs: list[Any] = []
-    for number, extent in enumerate(plan.extents()):
-        hint = chunk_hint if extent == FULL else chunk_hint - 1
-        sizes.offset[extent] = symbol(f"offset{number}", chunk_hint + 1)
-        sizes.size[extent] = symbol(f"size{number}", max(2, hint))
+    extents = plan.extents()
+    # An example chunk that sticks out of the narrowest extent by one token.
+    start = 2 + max(extent.lo for extent in extents)
+    end = start + max(3, chunk_hint)
+    length = end + max(0, *(extent.hi - 1 for extent in extents))
+    for number, extent in enumerate(extents):
+        offset, size = local_range(extent, length, start, end)
+        sizes.offset[extent] = symbol(f"offset{number}", offset)
+        sizes.size[extent] = symbol(f"size{number}", size)
         inputs += [sizes.offset[extent], sizes.size[extent]]
     for name in plan.symbols:
         sizes.symbols[name] = symbol(name, hints[name])

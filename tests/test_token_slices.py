@@ -1,0 +1,56 @@
+"""Losses over a part of the tokens: slices that drop whole chunks at either end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tests.backend import assert_streamed_whole, needs_report, streamed
+from tests.own_models import LogitsOnly
+
+LENGTH = 21
+SLICES: dict[str, Callable[[Tensor], Tensor]] = {
+    "drop one at the end": lambda x: x[:, :-1],
+    "drop one at the start": lambda x: x[:, 1:],
+    "drop a chunk at the start": lambda x: x[:, 9:],
+    "drop chunks at both ends": lambda x: x[:, 9:-8],
+    "keep the last four": lambda x: x[:, -4:],
+    "keep the first three": lambda x: x[:, :3],
+    "slice a slice": lambda x: x[:, 2:][:, 5:-1],
+}
+
+
+@needs_report
+@pytest.mark.parametrize("chunk", [1, 4, 8, 64])
+@pytest.mark.parametrize("name", SLICES)
+def test_loss_over_a_slice_of_tokens(name: str, chunk: int) -> None:
+    torch.manual_seed(0)
+    model, ids = LogitsOnly(tied=False).double(), torch.randint(0, 131, (2, LENGTH))
+    parameters, part = list(model.parameters()), SLICES[name]
+
+    def loss(ids: Tensor) -> Tensor:
+        logits, labels = part(model(ids)), part(ids)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    right = torch.autograd.grad(loss(ids), parameters)
+    left = torch.autograd.grad(streamed(loss, chunk_size=chunk)(ids), parameters)
+    assert_streamed_whole()
+    torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-13)
+
+
+def test_slice_through_inductor() -> None:
+    torch.manual_seed(0)
+    model, ids = LogitsOnly(tied=False).double(), torch.randint(0, 131, (2, LENGTH))
+    parameters = list(model.parameters())
+
+    def loss(ids: Tensor) -> Tensor:
+        return F.cross_entropy(model(ids)[:, 9:].flatten(0, 1), ids[:, 9:].flatten())
+
+    right = torch.autograd.grad(loss(ids), parameters)
+    compiled = streamed(loss, chunk_size=4, compile_bodies=True)
+    left = torch.autograd.grad(compiled(ids), parameters)
+    torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-13)
