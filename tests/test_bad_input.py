@@ -160,7 +160,6 @@ def test_what_mixes_tokens_is_never_wrong(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "op"),
     [
-        ("bidirectional attention", "attention"),
         ("cumsum", "cumsum"),
         ("flip", "flip"),
         ("softmax over tokens", "softmax|exp|amax|sum"),
