@@ -28,12 +28,11 @@ from .body import (
     map_args,
     size_key,
 )
+from .body_symbols import symbols_of
 from .loops import Result
 from .placement import (
     FULL,
-    Size,
     Streamed,
-    expr_of,
     hint_of,
     locate,
     position_of,
@@ -398,17 +397,7 @@ class BodyBuilder:
 
     def _add_symbols(self) -> None:
         """Pass every outer symbol that some size of the body mentions."""
-        names: set[str] = set()
-        for call in self.plan.calls:
-            _collect_symbols((call.args, call.kwargs), names)
-            for shape in call.shapes:
-                if shape is not None:
-                    _collect_shape(shape.dims, shape.at, names)
-            if call.source is not None:
-                _collect_shape((), call.source, names)
-        for meta in self.plan.metas:
-            _collect_shape((*meta.shape, *(meta.stride or ())), meta.at, names)
-        for name in sorted(names):
+        for name in symbols_of(self.plan):
             self.plan.add_operand(self.outside.symbol(name), None)
             self.plan.symbols.append(name)
 
@@ -424,26 +413,3 @@ def _is_scalar_constant(node: Node) -> bool:
         and node.target in (aten.full.default, aten.scalar_tensor.default)
         and value_of(node).dim() == 0
     )
-
-
-def _collect_shape(dims: tuple[Any, ...], at: Streamed | None, names: set[str]) -> None:
-    sizes: list[Size] = []
-    for dim, size in enumerate(dims):
-        if not isinstance(size, int) and (at is None or dim != at.dim):
-            names.update(str(symbol) for symbol in size.free_symbols)
-    if at is not None:
-        sizes += [at.outer, at.inner]
-    for size in sizes:
-        names.update(str(symbol) for symbol in expr_of(size).free_symbols)
-
-
-def _collect_symbols(arg: Any, names: set[str]) -> None:
-    if isinstance(arg, SizeArg):
-        if not isinstance(arg.expr, int):
-            names.update(str(symbol) for symbol in arg.expr.free_symbols)
-    elif isinstance(arg, dict):
-        for item in arg.values():
-            _collect_symbols(item, names)
-    elif isinstance(arg, (tuple, list)):
-        for item in arg:
-            _collect_symbols(item, names)
