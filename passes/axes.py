@@ -32,13 +32,12 @@ from .placement import (
     hint_of,
     locate,
     position_of,
-    product,
-    same_size,
     source_of,
     tensor_inputs,
     value_of,
 )
 from .rules import call_of, rule_for
+from .rules.sizes import product, same_size
 from .rules.spec import Letter, Spec
 
 ATTENTION = torch.ops.streambp.attention.default

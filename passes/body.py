@@ -18,7 +18,8 @@ from streambp_fx._torch import FakeTensorMode
 
 from .extents import ExtentChange
 from .loops import Along, LoopSpec, Operand, Result
-from .placement import Extent, Streamed, expr_of, value_of
+from .placement import Extent, Streamed, value_of
+from .rules.sizes import expr_of
 from .rules.spec import Rebuild
 
 

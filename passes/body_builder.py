@@ -30,18 +30,9 @@ from .body import (
 )
 from .body_symbols import symbols_of
 from .loops import Result
-from .placement import (
-    FULL,
-    Streamed,
-    hint_of,
-    locate,
-    position_of,
-    product,
-    same_size,
-    tensor_inputs,
-    value_of,
-)
+from .placement import FULL, Streamed, hint_of, locate, position_of, tensor_inputs, value_of
 from .rules import call_of, rule_for
+from .rules.sizes import product, same_size
 from .rules.spec import Letter, Spec
 
 aten = torch.ops.aten

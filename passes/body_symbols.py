@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from .body import BodyPlan, SizeArg
-from .placement import Streamed, expr_of
+from .placement import Streamed
+from .rules.sizes import expr_of
 
 
 def symbols_of(plan: BodyPlan) -> list[str]:

@@ -14,8 +14,9 @@ from torch.fx import Node
 from .body_builder import RewriteError
 from .dataflow import JointGraph
 from .loops import StreamLoop
-from .placement import expr_of, value_of
+from .placement import value_of
 from .rewrite import Rewritten
+from .rules.sizes import expr_of
 
 
 def check_rewritten(rewritten: Rewritten, joint: JointGraph) -> None:

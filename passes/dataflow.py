@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import Graph, Node
 
-from .placement import hint_of, product, value_of
+from .placement import hint_of, value_of
+from .rules.sizes import product
 
 aten = torch.ops.aten
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from streambp_fx._torch import select_decomp_table
 
-from .placement import product
+from .rules.sizes import product
 
 aten = torch.ops.aten
 

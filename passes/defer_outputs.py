@@ -46,7 +46,8 @@ from .frontier import (
     is_rowwise,
     itself,
 )
-from .placement import expr_of, hint_of, product
+from .placement import hint_of
+from .rules.sizes import expr_of, product
 from .rules.spec import Size
 
 SizeOf = Callable[[Sequence[Any]], int]

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from .placement import Extent, Streamed, expr_of, value_of
+from .placement import Extent, Streamed, value_of
 from .rules.calls import constant_fill
+from .rules.sizes import expr_of
 from .rules.spec import Size
 
 aten = torch.ops.aten

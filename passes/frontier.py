@@ -28,7 +28,8 @@ from torch.fx import Graph, GraphModule, Node
 from streambp_fx._torch import HigherOrderOperator, TorchDispatchMode, pytree
 
 from .autocast_regions import AutocastState
-from .placement import hint_of, product, same_size
+from .placement import hint_of
+from .rules.sizes import product, same_size
 
 aten = torch.ops.aten
 INPUTS = ("placeholder", "get_attr")

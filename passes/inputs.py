@@ -15,7 +15,8 @@ from torch.fx import Node
 
 from .axes import Axes
 from .dataflow import JointGraph
-from .placement import Size, Streamed, expr_of, hint_of, same_size, value_of
+from .placement import Size, Streamed, hint_of, value_of
+from .rules.sizes import expr_of, same_size
 
 
 class InputRole(Enum):

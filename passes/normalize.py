@@ -19,7 +19,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from streambp_fx._torch import fx_graph_cse
 
-from .placement import expr_of, value_of
+from .placement import value_of
+from .rules.sizes import expr_of
 
 aten = torch.ops.aten
 SAME_VALUE = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)

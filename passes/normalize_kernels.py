@@ -20,7 +20,8 @@ from torch.fx import GraphModule, Node
 
 from streambp_fx import ops as ops  # registers streambp::attention
 
-from .placement import same_size, value_of
+from .placement import value_of
+from .rules.sizes import same_size
 
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 KERNEL_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default

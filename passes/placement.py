@@ -18,25 +18,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import sympy
 import torch
 from torch.fx import Node
 
+from .rules.sizes import expr_of, product, same_size
 from .rules.spec import Dims, Letter, Size, Spec
-
-
-def expr_of(size: Size) -> sympy.Expr:
-    """The size as a sympy expression; never adds a guard."""
-    if isinstance(size, torch.SymInt):
-        return sympy.expand(size.node.expr)
-    return sympy.Integer(size)
-
-
-def same_size(a: Size, b: Size) -> bool:
-    """Whether two sizes are equal for every value of their symbols; never adds a guard."""
-    if isinstance(a, int) and isinstance(b, int):
-        return a == b
-    return bool(expr_of(a) == expr_of(b))
 
 
 def hint_of(size: Size) -> int:
@@ -45,14 +31,6 @@ def hint_of(size: Size) -> int:
         hint = size.node.hint
         return int(hint) if hint is not None else 8192
     return int(size)
-
-
-def product(sizes: Any) -> Size:
-    """The product of sizes, 1 for none."""
-    result: Size = 1
-    for size in sizes:
-        result = size if isinstance(result, int) and result == 1 else result * size
-    return result
 
 
 @dataclass(frozen=True)
@@ -165,13 +143,8 @@ def tensor_inputs(node: Node) -> list[Node]:
             found.append(arg)
         return arg
 
-    torch.fx.node.map_aggregate((node.args, dict(sorted_kwargs(node))), visit)
+    torch.fx.node.map_aggregate((node.args, dict(node.kwargs)), visit)
     return found
-
-
-def sorted_kwargs(node: Node) -> list[tuple[str, Any]]:
-    """Keyword arguments in the order in which the call gives them."""
-    return list(node.kwargs.items())
 
 
 def source_of(node: Node) -> str:

@@ -40,7 +40,7 @@ from torch.fx.node import map_arg
 from streambp_fx._torch import OpOverload, detect_fake_mode
 from streambp_fx.ops.philox import uniform
 
-from .placement import product, same_size
+from .rules.sizes import product, same_size
 from .rules.spec import Size
 
 aten = torch.ops.aten

@@ -36,7 +36,8 @@ from .cuts import Segments
 from .dataflow import JointGraph
 from .loops import LoopSpec, streambp_loop
 from .phases import Need, assign_phases, descends, finished_after_loop, is_tensor, needs
-from .placement import expr_of, hint_of, value_of
+from .placement import hint_of, value_of
+from .rules.sizes import expr_of
 
 aten = torch.ops.aten
 FOR_ANY_STRIDES: dict[Any, Any] = {

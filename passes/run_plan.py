@@ -14,7 +14,8 @@ import torch
 from streambp_fx._torch import PythonReferenceAnalysis, sympy_interp
 
 from .body import BodyCall, BodyPlan, LengthArg, OffsetArg, Ref, SizeArg
-from .placement import FULL, Extent, Streamed, expr_of, product
+from .placement import FULL, Extent, Streamed
+from .rules.sizes import expr_of, product
 from .rules.spec import Chunk
 
 aten = torch.ops.aten

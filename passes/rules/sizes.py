@@ -38,7 +38,8 @@ def product(sizes: Iterable[Size]) -> Size:
     """The product of the sizes, 1 for none."""
     result: Size = 1
     for size in sizes:
-        result = result * size
+        # A factor of 1 would be traced as a product of its own.
+        result = size if isinstance(result, int) and result == 1 else result * size
     return result
 
 
