@@ -46,7 +46,8 @@ class AttentionCall:
 
     dtype: what query, key and value are cast to: autocast does that for SDPA and not for custom
     ops. bias_dtype: the same for an additive bias, ``None`` to leave it. out_dtype: of the result.
-    grouped: query heads may be a multiple of key heads.
+    grouped: query heads may be a multiple of key heads. blind_rows_are_nan: a row without an allowed
+    key is nan, as a softmax makes it, and not 0.
     """
 
     query: Node
@@ -60,6 +61,7 @@ class AttentionCall:
     bias_dtype: torch.dtype | None
     out_dtype: torch.dtype
     grouped: bool
+    blind_rows_are_nan: bool = False
 
 
 def refusal_of(node: Node, reason: str) -> Refusal:
@@ -130,9 +132,22 @@ def emit_attention(emit: Emitter, call: AttentionCall) -> Node:
         call.dropout_p,
     )
     out = emit.call(operator.getitem, attention, 0)
+    if call.blind_rows_are_nan:
+        out = _nan_in_blind_rows(emit, out, emit.call(operator.getitem, attention, 1))
     for _ in range(4 - rank):
         out = emit.method("squeeze", out, rank - 2)
     return out if call.out_dtype == call.dtype else emit.method("to", out, call.out_dtype)
+
+
+def _nan_in_blind_rows(emit: Emitter, out: Node, logsumexp: Node) -> Node:
+    """``out * nan`` where the log-sum-exp is that of no key: gradients become nan there as well."""
+    device, dtype = tensor_of(out).device, tensor_of(out).dtype
+    nan, one = (
+        emit.call(torch.full, (), factor, device=device, dtype=dtype) for factor in (math.nan, 1.0)
+    )
+    blind = emit.call(operator.eq, logsumexp, -math.inf)
+    factors = emit.call(torch.where, blind, nan, one)
+    return emit.call(operator.mul, out, emit.method("unsqueeze", factors, -1))
 
 
 def _ungrouped(call: AttentionCall) -> tuple[Ungrouped | None, Ungrouped | None]:

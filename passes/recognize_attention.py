@@ -8,8 +8,8 @@ Result: ``o = streambp.attention(q, k, v, ~mask, seed, False, E**-0.5, 0.1)[0]``
 
 Products are ``matmul``, ``@``, ``bmm``, ``baddbmm`` and ``einsum``; 3-D operands are one head each.
 
-A fill of ``-inf`` becomes a boolean bias, where a row without an allowed key is 0 (it is nan in
-the program). A finite fill becomes an additive bias, where such a row averages V. Through a fill
+A fill of ``-inf`` becomes a boolean bias. A row without an allowed key is 0 in the op and nan in
+the program, so that it is made nan. A finite fill becomes an additive bias, where such a row averages V. Through a fill
 no gradient reaches q and k, unlike through an added bias: q is set to 0 in such rows, which makes
 their scores equal and their gradients 0.
 
@@ -75,7 +75,7 @@ def _replace(softmax: Node) -> None:
     output = _only_user(weights)
     emit = Emitter(output)
     try:
-        attention = _emit(emit, scores, weights[-1], output, dropout_p)
+        attention = _emit(emit, scores, weights, output, dropout_p)
     except CannotNormalizeError:
         emit.undo()
         raise
@@ -112,10 +112,12 @@ def _only_user(weights: list[Node]) -> Node:
     return output
 
 
-def _emit(emit: Emitter, scores: Scores, weights: Node, output: Node, dropout_p: float) -> Node:
+def _emit(
+    emit: Emitter, scores: Scores, weights: list[Node], output: Node, dropout_p: float
+) -> Node:
     query, key = query_and_key(emit, scores.product)
-    value, order = value_operand(emit, output, weights)
-    bias = _Bias(emit, tensor_of(scores.product).dtype)
+    value, order = value_operand(emit, output, weights[-1])
+    bias = _Bias(emit, tensor_of(scores.product).dtype, tensor_of(weights[0]).dtype)
     for step in scores.steps:
         bias.apply(step)
     dtype = tensor_of(scores.product).dtype
@@ -131,18 +133,24 @@ def _emit(emit: Emitter, scores: Scores, weights: Node, output: Node, dropout_p:
         bias_dtype=None,
         out_dtype=tensor_of(output).dtype,
         grouped=False,
+        blind_rows_are_nan=bias.may_leave_no_key,
     )
     attention = emit_attention(emit, call)
     return attention if order is None else emit.method("permute", attention, *order)
 
 
 class _Bias:
-    """The steps applied so far: scores are ``scale * product + additive`` where ``allowed``."""
+    """The steps applied so far: scores are ``scale * product + additive`` where ``allowed``.
 
-    def __init__(self, emit: Emitter, dtype: torch.dtype) -> None:
+    dtype: of the product. softmax_dtype: of the softmax, in which a fill may overflow to ``-inf``.
+    """
+
+    def __init__(self, emit: Emitter, dtype: torch.dtype, softmax_dtype: torch.dtype) -> None:
         self.scale = 1.0
         self._emit = emit
         self._dtype = dtype
+        self._softmax_dtype = softmax_dtype
+        self._lowest = torch.finfo(softmax_dtype).min
         self._additive: Node | None = None
         self._allowed: Node | None = None
         self._unfilled: Node | None = None
@@ -179,7 +187,7 @@ class _Bias:
         if tensor_of(mask).dtype != torch.bool:
             mask = self._emit.method("to", mask, torch.bool)
         allowed = mask if step.keeps else self._emit.call(torch.logical_not, mask)
-        if step.fill == -math.inf:
+        if step.fill < self._lowest:
             self._allowed = self._and(self._allowed, allowed)
             return
         self._unfilled = self._and(self._unfilled, allowed)
@@ -196,10 +204,19 @@ class _Bias:
 
     def combined(self) -> Node | None:
         """The op's bias."""
-        if self._additive is None or self._allowed is None:
-            return self._additive if self._allowed is None else self._allowed
-        infinity = -math.inf
-        return self._emit.call(torch.where, self._allowed, self._additive, infinity)
+        additive = self._additive
+        if additive is None:
+            return self._allowed
+        if self._lowest > torch.finfo(tensor_of(additive).dtype).min:
+            additive = self._emit.method("to", additive, self._softmax_dtype)
+        if self._allowed is None:
+            return additive
+        return self._emit.call(torch.where, self._allowed, additive, -math.inf)
+
+    @property
+    def may_leave_no_key(self) -> bool:
+        """Whether all keys of a row can be at ``-inf``."""
+        return self._allowed is not None or self._additive is not None
 
     def without_filled_rows(self, query: Node) -> Node:
         """``query``, and 0 in rows whose scores are all filled."""

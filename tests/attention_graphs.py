@@ -79,7 +79,7 @@ def compare(
         results.append((result, *gradients))
     for eager, other in zip(*results, strict=True):
         assert eager.dtype == other.dtype
-        torch.testing.assert_close(other, eager, rtol=0.0, atol=atol)
+        torch.testing.assert_close(other, eager, rtol=0.0, atol=atol, equal_nan=True)
     for node in captured.nodes():
         _check_example(node)
     return captured

@@ -131,6 +131,44 @@ def test_rows_that_are_filled_all_over(fill: float, added: bool) -> None:
     normalised(compare(program, *qkv(), mask, atol=1e-12 if fill == MIN or not added else 1e-5))
 
 
+@pytest.mark.parametrize("softmax_dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("added", [True, False])
+def test_rows_without_a_key_are_nan(softmax_dtype: torch.dtype, added: bool) -> None:
+    """Of a fill by ``-inf``, and of one that overflows where the softmax is narrower."""
+    fill = -math.inf if softmax_dtype == torch.float64 else MIN
+
+    def program(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = scaled(q, k)
+        if added:
+            scores = scores + torch.where(mask, 0.0, torch.full((), fill, dtype=q.dtype))
+        else:
+            scores = scores.masked_fill(~mask, fill)
+        return F.softmax(scores, dim=-1, dtype=softmax_dtype).to(q.dtype) @ v
+
+    mask = boolean(B, 1, T, T)
+    mask[0, :, 2] = False
+    operands = [x.detach() for x in qkv()]
+    atol = 1e-12 if softmax_dtype == torch.float64 else 1e-6
+    normalised(compare(program, *operands, mask, atol=atol))
+    eager = program(*operands, mask)
+    assert eager[0, :, 2].isnan().all() and not eager[1].isnan().any()
+
+
+def test_no_gradient_is_finite_where_eager_has_nan() -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        return scaled(q, k).masked_fill(~mask, -math.inf).softmax(-1) @ v
+
+    mask = boolean(B, 1, T, T)
+    mask[0, :, 2] = False
+    operands = qkv()
+    eager = torch.autograd.grad(program(*operands, mask).sum(), operands)
+    compiled = torch.compile(program, backend=Captured(), fullgraph=True)
+    ours = torch.autograd.grad(compiled(*operands, mask).sum(), operands)
+    assert eager[2].isnan().any()
+    for own, other in zip(ours, eager, strict=True):
+        assert own[other.isnan()].isnan().all()
+
+
 def test_dropout() -> None:
     torch._dynamo.reset()
     captured = Captured()
@@ -274,4 +312,4 @@ def test_transformers_models(name: str, padded: bool) -> None:
         for node in captured.attentions():
             assert node.args[1].meta["example_value"].shape[1] == 2
     for eager, other in zip(*results, strict=True):
-        torch.testing.assert_close(other, eager, rtol=0.0, atol=atol)
+        torch.testing.assert_close(other, eager, rtol=0.0, atol=atol, equal_nan=True)
