@@ -46,8 +46,8 @@ class AttentionCall:
 
     dtype: what query, key and value are cast to: autocast does that for SDPA and not for custom
     ops. bias_dtype: the same for an additive bias, ``None`` to leave it. out_dtype: of the result.
-    grouped: query heads may be a multiple of key heads. blind_rows_are_nan: a row without an allowed
-    key is nan, as a softmax makes it, and not 0.
+    grouped: query heads may be a multiple of key heads. blind_rows_are_nan: a row without an
+    allowed key is nan, as a softmax makes it, and not 0.
     """
 
     query: Node

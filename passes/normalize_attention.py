@@ -12,7 +12,7 @@ Result: ``seed = torch.randint(0, 2**62, (), dtype=torch.int64)``
    higher-order op itself, is left alone.
 
 What does not become the op stays as it is and is returned as a `Refusal`. ``sdpa_kernel`` chooses
-no kernel any more.
+no kernel any more (see `kernel_choice`).
 """
 
 from __future__ import annotations

@@ -74,6 +74,9 @@ class History:
 
     graphs
         ``normalized`` and ``rewritten``: the graph before the analyses and the one with loops.
+    notes
+        What the user may want to know of the Dynamo graph: attention that stays written out, and
+        choices of kernels that are not honoured.
     """
 
     graphs: dict[str, GraphModule] = field(default_factory=dict)
@@ -81,6 +84,7 @@ class History:
     barriers: list[Barrier] = field(default_factory=list)
     loops: list[LoopSpec] = field(default_factory=list)
     unstreamed: str | None = None
+    notes: list[str] = field(default_factory=list)
 
 
 def stream(

@@ -9,9 +9,9 @@ Result: ``o = streambp.attention(q, k, v, ~mask, seed, False, E**-0.5, 0.1)[0]``
 Products are ``matmul``, ``@``, ``bmm``, ``baddbmm`` and ``einsum``; 3-D operands are one head each.
 
 A fill of ``-inf`` becomes a boolean bias. A row without an allowed key is 0 in the op and nan in
-the program, so that it is made nan. A finite fill becomes an additive bias, where such a row averages V. Through a fill
-no gradient reaches q and k, unlike through an added bias: q is set to 0 in such rows, which makes
-their scores equal and their gradients 0.
+the program, so that it is made nan. A finite fill becomes an additive bias, where such a row
+averages V. Through a fill no gradient reaches q and k, unlike through an added bias: q is set to 0
+in such rows, which makes their scores equal and their gradients 0.
 
 Left alone, and reported: attention whose scores or weights are used elsewhere too, whose bias
 needs a gradient, or whose fill is no mask.

@@ -21,6 +21,7 @@ from .options import Options, parse_options
 from .passes.decompositions import decompositions
 from .passes.defer_outputs import defer_outputs
 from .passes.inputs import InputRole
+from .passes.kernel_choice import kernel_choices
 from .passes.lower import lower
 from .passes.normalize_attention import normalize_attention
 from .passes.partition import split
@@ -80,9 +81,7 @@ class _Compilation:
     def compile(
         self, graph_module: GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
-        refusals = normalize_attention(graph_module)
-        for refusal in refusals:
-            log.info("attention left as it is: %s", refusal)
+        self._normalize_attention(graph_module)
         deferral = defer_outputs(
             graph_module, example_inputs, keep_outputs=self.options.keep_outputs
         )
@@ -98,6 +97,15 @@ class _Compilation:
         if not deferral.deferred:
             return compiled
         return lambda *args: deferral.rebuild(compiled(*args), args)
+
+    def _normalize_attention(self, graph_module: GraphModule) -> None:
+        choices = kernel_choices(graph_module)
+        for choice in choices:
+            log.warning("%s", choice)
+        refusals = [f"attention stays written out: {r}" for r in normalize_attention(graph_module)]
+        for refusal in refusals:
+            log.info("%s", refusal)
+        self.history.notes += choices + refusals
 
     def _settings(self) -> Settings:
         options = self.options

@@ -21,12 +21,15 @@ class Report:
         Why nothing was streamed, or ``None``.
     seconds
         Time of each pass.
+    notes
+        Attention that stays written out, and choices of kernels that are not honoured.
     """
 
     barriers: tuple[Barrier, ...]
     loops: tuple[LoopSpec, ...]
     unstreamed: str | None
     seconds: dict[str, float]
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, history: History) -> Report:
@@ -36,6 +39,7 @@ class Report:
             tuple(history.loops),
             history.unstreamed,
             dict(history.seconds),
+            tuple(history.notes),
         )
 
     def problems(self) -> list[str]:
