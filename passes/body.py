@@ -20,7 +20,7 @@ from .extents import ExtentChange
 from .loops import Along, LoopSpec, Operand, Result
 from .placement import Extent, Streamed, value_of
 from .rules.sizes import expr_of
-from .rules.spec import Rebuild
+from .rules.spec import Resize
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Shape:
 class BodyCall:
     """One op of the body.
 
-    rebuild, letter
-        How the arguments change for a chunk of ``letter``.
+    resize, letter
+        Which arguments change for a chunk of ``letter``.
     change
         A slice or pad along the streamed axis, in place of the op itself.
     source_extent
@@ -77,7 +77,7 @@ class BodyCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     shapes: tuple[Shape | None, ...]
-    rebuild: Rebuild | None = None
+    resize: Resize | None = None
     letter: str | None = None
     change: ExtentChange | None = None
     source: Streamed | None = None
@@ -104,7 +104,7 @@ class BodyCall:
             _freeze(self.args),
             _freeze(self.kwargs),
             tuple(shape.key() if shape else None for shape in self.shapes),
-            self.rebuild is not None,
+            self.resize is not None,
             self.letter,
             self.change,
             self.source.key() if self.source else None,

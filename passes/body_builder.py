@@ -117,7 +117,7 @@ class BodyBuilder:
             return self._sum(node, step.spec, step.letter)
         args, kwargs = self._arguments(node, step.spec, step.letter)
         return self.plan.add_call(
-            BodyCall(node.target, args, kwargs, self._shapes(node), step.spec.rebuild, step.letter)
+            BodyCall(node.target, args, kwargs, self._shapes(node), step.spec.resize, step.letter)
         )
 
     def _call(self, target: Any, args: tuple[Any, ...], node: Node | None = None) -> Ref:
@@ -234,7 +234,7 @@ class BodyBuilder:
         args = map_args(arg.args, change)
         kwargs = map_args(dict(arg.kwargs), change)
         shapes = (_shape(value_of(arg), at),)
-        return self.plan.add_call(BodyCall(arg.target, args, kwargs, shapes, spec.rebuild, letter))
+        return self.plan.add_call(BodyCall(arg.target, args, kwargs, shapes, spec.resize, letter))
 
     def _locate(self, arg: Node, at: Streamed) -> tuple[Spec, Letter] | None:
         """The spec of a value from outside and its letter at ``at``, if a chunk can be computed."""

@@ -121,9 +121,9 @@ def _validate(call: Call, spec: Spec, entry: OpReport) -> None:
                 if found is not None:
                     entry.wrong.append(f"# {found}\n{_repro(call, letter, chunks.__name__)}")
                     break
-    # A local letter needs its rebuild, which knows nothing of whole letters: only rules without
+    # A local letter needs its resize, which knows nothing of whole letters: only rules without
     # one can be tried beyond what they say.
-    if spec.rebuild is not None:
+    if spec.resize is not None:
         return
     outputs = [letters_in(dims) for dims in spec.outputs if dims is not None]
     for letter in spec.whole & letters_in(*spec.inputs):

@@ -15,6 +15,7 @@ from streambp_fx._torch import PythonReferenceAnalysis, sympy_interp
 
 from .body import BodyCall, BodyPlan, LengthArg, OffsetArg, Ref, SizeArg
 from .placement import FULL, Extent, Streamed
+from .rules.arguments import replaced
 from .rules.sizes import expr_of, product
 from .rules.spec import Chunk
 
@@ -123,13 +124,13 @@ def _run_call(
 ) -> Any:
     if call.change is not None:
         return _change_extent(call, sizes, args)
-    if call.rebuild is not None and call.letter is not None:
+    if call.resize is not None and call.letter is not None:
         shapes = [
             None if shape is None else sizes.shape(shape.dims, shape.at) for shape in call.shapes
         ]
         at = next(shape.at for shape in call.shapes if shape is not None and shape.at is not None)
         chunk = Chunk(call.letter, sizes.offset[at.extent], sizes.size[at.extent])
-        args, kwargs = call.rebuild(args, kwargs, shapes, chunk)
+        args, kwargs = replaced(call.target, args, kwargs, call.resize(shapes, chunk))
     target = aten.reshape.default if call.target in RESHAPED else call.target
     return target(*args, **kwargs)
 

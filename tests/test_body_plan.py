@@ -56,7 +56,7 @@ def _merge_rows() -> BodyCall:
     (letter,) = (name for name, size in spec.sizes.items() if size == LENGTH)
     shape = Shape((BATCH * LENGTH, HIDDEN), MERGED)
     sizes = [BATCH * LENGTH, HIDDEN]
-    return BodyCall(node.target, (Ref("operand", 0), sizes), {}, (shape,), spec.rebuild, letter)
+    return BodyCall(node.target, (Ref("operand", 0), sizes), {}, (shape,), spec.resize, letter)
 
 
 def linear_plan(scale: float = 2.0, columns: int = 4, symbol: str | None = None) -> BodyPlan:

@@ -322,7 +322,7 @@ def test_symbolic_sizes_add_no_guard() -> None:
 
 @pytest.mark.parametrize("chunk", [1, 2, 7, 20])
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_rule_rebuilds_the_chunk_of_the_whole(dim: int, chunk: int) -> None:
+def test_rule_resizes_the_chunk_of_the_whole(dim: int, chunk: int) -> None:
     graph = torch.fx.Graph()
     seed = graph.placeholder("seed")
     seed.meta["val"] = SEED
@@ -330,15 +330,13 @@ def test_rule_rebuilds_the_chunk_of_the_whole(dim: int, chunk: int) -> None:
     node = graph.call_function(uniform, (seed, size, offset, torch.float32))
     node.meta["val"] = whole = uniform(SEED, size, offset, torch.float32)
     spec = uniform_spec(call_of(node))
-    assert spec is not None and spec.rebuild is not None and spec.outputs[0] is not None
+    assert spec is not None and spec.resize is not None and spec.outputs[0] is not None
     check_spec(call_of(node), spec)
     (letter,) = spec.outputs[0][dim]
     parts = []
     for start in range(0, 20, chunk):
         length = min(chunk, 20 - start)
         shape = tuple(length if i == dim else s for i, s in enumerate(size))
-        args, kwargs = spec.rebuild(
-            (SEED, size, offset, torch.float32), {}, [shape], Chunk(letter, start, length)
-        )
-        parts.append(uniform(*args, **kwargs))
+        changes = spec.resize([shape], Chunk(letter, start, length))
+        parts.append(uniform(SEED, changes["size"], changes["offset"], torch.float32))
     assert torch.equal(torch.cat(parts, dim), whole)

@@ -77,7 +77,7 @@ def test_rules_are_right_on_samples_of_the_database(op: str, reached: str) -> No
         ),
         (
             lambda: record_call(aten.full.default, [4, 5], 0.0),
-            lambda call: dataclasses.replace(registry_rule(call), rebuild=None),
+            lambda call: dataclasses.replace(registry_rule(call), resize=None),
         ),
     ],
     ids=["scan", "order", "reduction", "literal size"],

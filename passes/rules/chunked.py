@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .arguments import outputs_in, tensors_in
+from .arguments import outputs_in, replaced, tensors_in
 from .spec import Call, Chunk, Dims, Letter, Spec
 
 aten = torch.ops.aten
@@ -106,10 +106,10 @@ def _run_chunk(
 
     args = tuple(chunked(value) for value in call.args)
     kwargs = {name: chunked(value) for name, value in call.kwargs.items()}
-    if spec.rebuild is not None:
+    if spec.resize is not None:
         chunk = Chunk(letter, positions.start, len(positions))
         shapes = [_chunk_shape(dims, spec, chunk) for dims in spec.outputs]
-        args, kwargs = spec.rebuild(args, kwargs, shapes, chunk)
+        args, kwargs = replaced(call.target, args, kwargs, spec.resize(shapes, chunk))
     return outputs_in(_IN_BODIES.get(call.target, call.target)(*args, **kwargs))
 
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from .arguments import argument, replaced
+from .arguments import argument
 from .letters import Letters, letters_in, shape_of
 from .registry import register_rule
 from .sizes import product, same_size
-from .spec import Call, Chunk, Dims, Letter, Size, Spec
+from .spec import Call, Chunk, Dims, Letter, Size, Spec, output_size
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -28,17 +28,7 @@ def full_spec(call: Call) -> Spec | None:
         return None
     letters = Letters()
     dims = letters.each("d", output.shape)
-    target = call.target
-
-    def rebuild(
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output_shapes: Sequence[tuple[Size, ...] | None],
-        chunk: Chunk,
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return replaced(target, args, kwargs, {"size": list(output_shapes[0] or ())})
-
-    return Spec((), (dims,), letters.sizes, rebuild=rebuild)
+    return Spec((), (dims,), letters.sizes, resize=output_size("size"))
 
 
 @register_rule(aten.scalar_tensor.default)
@@ -61,17 +51,7 @@ def new_full_spec(call: Call) -> Spec | None:
     letters = Letters()
     dims = letters.each("d", output.shape)
     inputs, whole = _unread(letters, shape_of(source), shape_of(output), dims)
-    target = call.target
-
-    def rebuild(
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output_shapes: Sequence[tuple[Size, ...] | None],
-        chunk: Chunk,
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return replaced(target, args, kwargs, {"size": list(output_shapes[0] or ())})
-
-    return Spec((inputs,), (dims,), letters.sizes, whole=whole, rebuild=rebuild)
+    return Spec((inputs,), (dims,), letters.sizes, whole=whole, resize=output_size("size"))
 
 
 @register_rule(aten.new_empty_strided.default)
@@ -89,21 +69,15 @@ def new_empty_strided_spec(call: Call) -> Spec | None:
     letters = Letters()
     dims = letters.each("d", output.shape)
     inputs, whole = _unread(letters, shape_of(source), shape_of(output), dims)
-    target = call.target
 
-    def rebuild(
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output_shapes: Sequence[tuple[Size, ...] | None],
-        chunk: Chunk,
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def resize(output_shapes: Sequence[tuple[Size, ...] | None], chunk: Chunk) -> dict[str, Any]:
         shape = list(output_shapes[0] or ())
         strides: list[Size] = [1] * len(shape)
         for place, dim in enumerate(order):
             strides[dim] = product(shape[inner] for inner in order[:place])
-        return replaced(target, args, kwargs, {"size": shape, "stride": strides})
+        return {"size": shape, "stride": strides}
 
-    return Spec((inputs,), (dims,), letters.sizes, whole=whole, rebuild=rebuild)
+    return Spec((inputs,), (dims,), letters.sizes, whole=whole, resize=resize)
 
 
 def _unread(
@@ -145,18 +119,12 @@ def iota_spec(call: Call) -> Spec | None:
     """A chunk starts at its own offset: ``start + step * chunk.start``."""
     letters = Letters()
     dims = (letters.one("i", argument(call, "length")),)
-    start, step, target = argument(call, "start"), argument(call, "step"), call.target
+    start, step = argument(call, "start"), argument(call, "step")
 
-    def rebuild(
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output_shapes: Sequence[tuple[Size, ...] | None],
-        chunk: Chunk,
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        changes = {"length": chunk.length, "start": start + step * chunk.start}
-        return replaced(target, args, kwargs, changes)
+    def resize(output_shapes: Sequence[tuple[Size, ...] | None], chunk: Chunk) -> dict[str, Any]:
+        return {"length": chunk.length, "start": start + step * chunk.start}
 
-    return Spec((), (dims,), letters.sizes, rebuild=rebuild, positional=True)
+    return Spec((), (dims,), letters.sizes, resize=resize, positional=True)
 
 
 @register_rule(aten.arange.start_step, aten.arange.start)
@@ -172,16 +140,9 @@ def arange_spec(call: Call) -> Spec | None:
         return None
     letters = Letters()
     dims = (letters.one("i", output.shape[0]),)
-    target = call.target
 
-    def rebuild(
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output_shapes: Sequence[tuple[Size, ...] | None],
-        chunk: Chunk,
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def resize(output_shapes: Sequence[tuple[Size, ...] | None], chunk: Chunk) -> dict[str, Any]:
         first = start + step * chunk.start
-        changes = {"start": first, "end": first + step * chunk.length}
-        return replaced(target, args, kwargs, changes)
+        return {"start": first, "end": first + step * chunk.length}
 
-    return Spec((), (dims,), letters.sizes, rebuild=rebuild, positional=True)
+    return Spec((), (dims,), letters.sizes, resize=resize, positional=True)

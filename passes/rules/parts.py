@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .arguments import argument, overloads, replaced
+from .arguments import argument, overloads
 from .letters import Letters, letters_in, shape_of, wrap_dim
 from .registry import register_rule
 from .sizes import same_size
@@ -23,6 +23,13 @@ aten = torch.ops.aten
 
 # The end of a slice that reaches the end of its dim, whatever its size.
 _TO_THE_END = 9223372036854775807
+
+
+def _all_of_the_dim(
+    output_shapes: Sequence[tuple[Size, ...] | None], chunk: Chunk
+) -> dict[str, Any]:
+    """The bounds of a slice that keeps everything: -T starts the whole, and not the chunk."""
+    return {"start": 0, "end": _TO_THE_END}
 
 
 class _OneDim:
@@ -57,18 +64,7 @@ def slice_spec(call: Call) -> Spec | None:
     if argument(call, "step") == 1 and same_size(source.shape[dim], output.shape[dim]):
         letters = Letters()
         dims = letters.each("d", source.shape)
-        target = call.target
-
-        def rebuild(
-            args: tuple[Any, ...],
-            kwargs: dict[str, Any],
-            output_shapes: Sequence[tuple[Size, ...] | None],
-            chunk: Chunk,
-        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            # A start such as -T is the whole's first position, and not the chunk's.
-            return replaced(target, args, kwargs, {"start": 0, "end": _TO_THE_END})
-
-        return Spec((dims,), (dims,), letters.sizes, rebuild=rebuild)
+        return Spec((dims,), (dims,), letters.sizes, resize=_all_of_the_dim)
     one = _OneDim(source.shape, dim)
     return one.spec([one.dims], [one.with_size("out", output.shape[dim])])
 
@@ -101,11 +97,22 @@ def unbind_spec(call: Call) -> Spec | None:
 
 @register_rule(aten.cat.default)
 def cat_spec(call: Call) -> Spec | None:
-    """Returns ``None`` for the legacy form that skips empty tensors of another rank."""
+    """Parts of one size are places of an outer factor: rows that a program stacked one by one.
+
+    Returns ``None`` for the legacy form that skips empty tensors of another rank.
+    """
     (output,) = call.outputs
     if output is None or any(tensor.dim() != output.dim() for tensor in call.tensors):
         return None
     dim = wrap_dim(argument(call, "dim"), output.dim())
+    size = call.tensors[0].shape[dim]
+    if all(same_size(tensor.shape[dim], size) for tensor in call.tensors):
+        letters = Letters()
+        part = letters.each("d", call.tensors[0].shape)
+        parts = letters.one("parts", len(call.tensors))
+        joined = (*part[:dim], (*parts, *part[dim]), *part[dim + 1 :])
+        whole = frozenset(parts)
+        return Spec((part,) * len(call.tensors), (joined,), letters.sizes, whole=whole)
     one = _OneDim(output.shape, dim)
     inputs = [
         one.with_size(f"in{index}", tensor.shape[dim]) for index, tensor in enumerate(call.tensors)
@@ -130,17 +137,7 @@ def slice_scatter_spec(call: Call) -> Spec | None:
     if argument(call, "step") == 1 and same_size(base.shape[dim], source.shape[dim]):
         letters = Letters()
         dims = letters.each("d", base.shape)
-        target = call.target
-
-        def rebuild(
-            args: tuple[Any, ...],
-            kwargs: dict[str, Any],
-            output_shapes: Sequence[tuple[Size, ...] | None],
-            chunk: Chunk,
-        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-            return replaced(target, args, kwargs, {"start": 0, "end": _TO_THE_END})
-
-        return Spec((dims, dims), (dims,), letters.sizes, rebuild=rebuild)
+        return Spec((dims, dims), (dims,), letters.sizes, resize=_all_of_the_dim)
     one = _OneDim(base.shape, dim)
     return one.spec([one.dims, one.with_size("src", source.shape[dim])], [one.dims])
 

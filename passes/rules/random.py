@@ -13,7 +13,7 @@ import torch
 
 from streambp_fx.ops.philox import uniform
 
-from .arguments import argument, replaced
+from .arguments import argument
 from .letters import Letters
 from .registry import register_rule
 from .spec import Call, Chunk, Size, Spec
@@ -26,22 +26,16 @@ def uniform_spec(call: Call) -> Spec | None:
         return None
     letters = Letters()
     dims = letters.each("d", output.shape)
-    offset, target = list(argument(call, "offset")), call.target
+    offset = list(argument(call, "offset"))
 
-    def rebuild(
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output_shapes: Sequence[tuple[Size, ...] | None],
-        chunk: Chunk,
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def resize(output_shapes: Sequence[tuple[Size, ...] | None], chunk: Chunk) -> dict[str, Any]:
         moved = [
             start + chunk.start if chunk.letter in dim else start
             for start, dim in zip(offset, dims, strict=True)
         ]
-        changes = {"size": list(output_shapes[0] or ()), "offset": moved}
-        return replaced(target, args, kwargs, changes)
+        return {"size": list(output_shapes[0] or ()), "offset": moved}
 
-    return Spec(((),), (dims,), letters.sizes, rebuild=rebuild, positional=True)
+    return Spec(((),), (dims,), letters.sizes, resize=resize, positional=True)
 
 
 @register_rule(torch.ops.aten.randint.low)

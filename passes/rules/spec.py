@@ -62,16 +62,17 @@ class Chunk:
     length: Size
 
 
-Rebuild = Callable[
-    [tuple[Any, ...], dict[str, Any], Sequence[tuple[Size, ...] | None], Chunk],
-    tuple[tuple[Any, ...], dict[str, Any]],
-]
-"""``rebuild(args, kwargs, output_shapes, chunk) -> (args, kwargs)``.
+Resize = Callable[[Sequence[tuple[Size, ...] | None], Chunk], dict[str, Any]]
+"""``resize(output_shapes, chunk)``: the arguments that change for a chunk, by name.
 
-``args`` and ``kwargs`` hold the chunks of the tensors that carry the letter (whole tensors where
-they do not) and the original call's sizes; the result holds the chunk's sizes. ``output_shapes``
-are the shapes that the chunk's outputs must have.
+``output_shapes`` are the shapes that the chunk's outputs must have. Tensors are no concern of
+this: those that carry the letter are cut by whoever makes the call.
 """
+
+
+def output_size(name: str) -> Resize:
+    """The argument ``name`` is the shape of the only output."""
+    return lambda output_shapes, chunk: {name: list(output_shapes[0] or ())}
 
 
 @dataclass(frozen=True)
@@ -88,11 +89,11 @@ class Spec:
         Letters the op is not local in. Letters found in no output must be here or in ``sums``.
     sums
         Letters the op adds over.
-    rebuild
-        How the arguments change for a chunk; ``None`` where they need no change. Ops with literal
-        sizes (``view``, ``expand``, ``full``, ``iota``) have one.
+    resize
+        Which arguments change for a chunk; ``None`` where none does. Ops with literal sizes
+        (``view``, ``expand``, ``full``, ``iota``) have one.
     positional
-        Whether ``rebuild`` reads where the chunk starts, so that a chunk must be one stretch of
+        Whether ``resize`` reads where the chunk starts, so that a chunk must be one stretch of
         its letter (``iota``).
     """
 
@@ -101,7 +102,7 @@ class Spec:
     sizes: Mapping[Letter, Size]
     whole: frozenset[Letter] = frozenset()
     sums: frozenset[Letter] = frozenset()
-    rebuild: Rebuild | None = field(default=None, compare=False)
+    resize: Resize | None = field(default=None, compare=False)
     positional: bool = False
 
     def local_letters(self) -> list[Letter]:

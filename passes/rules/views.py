@@ -7,31 +7,17 @@ from typing import Any
 
 import torch
 
-from .arguments import argument, overloads, replaced
+from .arguments import argument, overloads
 from .factors import reshape_letters
 from .letters import Letters, align_right, letters_in, shape_of, wrap_dim, wrap_dims
 from .registry import register_rule
-from .spec import Call, Chunk, Rebuild, Size, Spec
+from .spec import Call, Chunk, Size, Spec, output_size
 
 aten = torch.ops.aten
 
 # Left out: as_strided, _reshape_alias and set_ (strides of the whole say nothing about a chunk's);
 # view_copy variants (functionalization has none); diagonal and tril/triu with the matrix dims
 # streamed (a chunk of rows starts at another diagonal).
-
-
-def _rebuild_size(target: Any, name: str) -> Rebuild:
-    """Set the literal output shape of a ``view``, ``expand`` or ``full`` to the chunk's."""
-
-    def rebuild(
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output_shapes: Sequence[tuple[Size, ...] | None],
-        chunk: Chunk,
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return replaced(target, args, kwargs, {name: list(output_shapes[0] or ())})
-
-    return rebuild
 
 
 def reshape_spec(call: Call) -> Spec | None:
@@ -50,7 +36,7 @@ def reshape_spec(call: Call) -> Spec | None:
         outputs=(outputs,),
         sizes=letters.sizes,
         whole=whole,
-        rebuild=_rebuild_size(call.target, name),
+        resize=output_size(name),
     )
 
 
@@ -83,7 +69,7 @@ def expand_spec(call: Call) -> Spec | None:
     aligned = align_right(shape_of(source), shape_of(output), dims)
     if aligned is None:
         return None
-    return Spec((aligned,), (dims,), letters.sizes, rebuild=_rebuild_size(call.target, "size"))
+    return Spec((aligned,), (dims,), letters.sizes, resize=output_size("size"))
 
 
 @register_rule(aten.repeat.default)
@@ -99,14 +85,8 @@ def repeat_spec(call: Call) -> Spec | None:
         *copies[:added],
         *(copy + own for copy, own in zip(copies[added:], inputs, strict=True)),
     )
-    target = call.target
 
-    def rebuild(
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        output_shapes: Sequence[tuple[Size, ...] | None],
-        chunk: Chunk,
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def resize(output_shapes: Sequence[tuple[Size, ...] | None], chunk: Chunk) -> dict[str, Any]:
         # Of the two letters of an output dim one is chunked, and the other has its full size.
         counts = [
             size // own if chunk.letter in copy else count
@@ -114,9 +94,9 @@ def repeat_spec(call: Call) -> Spec | None:
                 output_shapes[0] or (), copied, copies, repeats, strict=True
             )
         ]
-        return replaced(target, args, kwargs, {"repeats": counts})
+        return {"repeats": counts}
 
-    return Spec((inputs,), (outputs,), letters.sizes, rebuild=rebuild)
+    return Spec((inputs,), (outputs,), letters.sizes, resize=resize)
 
 
 @register_rule(*overloads(aten, "unsqueeze"))
