@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
 from torch.fx import Graph, Node
 
+from .dataflow import bytes_of
 from .extents import ExtentChange, extent_change
 from .placement import (
     FULL,
@@ -80,7 +81,8 @@ class Axes:
     """What the pass found.
 
     ``prologue`` nodes depend on no parameter and no activation; ``after_loop`` nodes are GLUE that
-    depends on something computed in a loop.
+    depends on something computed in a loop. ``widest_part`` has, for each number of tokens that
+    slices of activations drop, the slice with the most bytes.
     """
 
     length: Size
@@ -91,6 +93,7 @@ class Axes:
     prologue: set[Node] = field(default_factory=set)
     after_loop: set[Node] = field(default_factory=set)
     barriers: list[Barrier] = field(default_factory=list)
+    widest_part: dict[int, Node] = field(default_factory=dict)
 
     def position(self, node: Node) -> Streamed | None:
         """The position of a single-output node's streamed axis."""
@@ -176,7 +179,11 @@ def _visit(axes: Axes, node: Node) -> None:
                 None if source in axes.prologue else place
                 for place, source in zip(live, sources, strict=True)
             ]
+        else:
+            live = [None if place is None else _anchored(axes, place) for place in live]
     if not any(place is not None for place in live):
+        if node.target is ATTENTION and not prologue:
+            _barrier(axes, node, live, "its sequence is not the streamed one (another length)")
         return
     if node.target in (ATTENTION, ATTENTION_BACKWARD):
         _visit_attention(axes, node)
@@ -188,10 +195,29 @@ def _visit(axes: Axes, node: Node) -> None:
         if not prologue:
             axes.kind[node] = Kind.STREAMED
             axes.step[node] = Step(change=change)
+            _note_part(axes, node, place)
         return
     reason = _apply_rule(axes, node, live, prologue)
     if reason is not None and not prologue:
         _barrier(axes, node, live, reason)
+
+
+def _note_part(axes: Axes, node: Node, place: Streamed) -> None:
+    dropped = place.extent.lo + place.extent.hi
+    widest = axes.widest_part.setdefault(dropped, node)
+    if bytes_of(node) > bytes_of(widest):
+        axes.widest_part[dropped] = node
+
+
+def _anchored(axes: Axes, place: Streamed) -> Streamed:
+    """``place``, which labels alone suggest, moved onto the activations of the same length.
+
+    The gradient of ``(token_losses * mask[:, 1:]).sum()`` meets the mask first, whose label says
+    that it lacks the first token, and then the logits, which lack the last.
+    """
+    widest = axes.widest_part.get(place.extent.lo + place.extent.hi)
+    at = None if widest is None else axes.position(widest)
+    return place if at is None else replace(place, extent=at.extent)
 
 
 def _apply_rule(axes: Axes, node: Node, live: list[Streamed | None], prologue: bool) -> str | None:

@@ -22,6 +22,7 @@ from torch.fx import Node
 
 from .axes import ATTENTION, Axes
 from .dataflow import JointGraph, ancestors, bytes_of, storage_of
+from .delay_wide import delay_wide_values
 
 
 @dataclass
@@ -53,7 +54,9 @@ class Segments:
 def choose_cuts(joint: JointGraph, axes: Axes) -> Segments:
     """Cut the forward of ``joint`` at its waists."""
     required = ancestors([*joint.forward_outputs, *joint.kept])
-    flow = [node for node in joint.graph.nodes if node in required and _in_flow(node, axes)]
+    flow = delay_wide_values(
+        [node for node in joint.graph.nodes if node in required and _in_flow(node, axes)]
+    )
     index = {node: position for position, node in enumerate(flow)}
     alive = _alive_values(flow, index, axes)
     attention = [position for position, node in enumerate(flow) if node.target is ATTENTION]

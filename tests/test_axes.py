@@ -155,3 +155,30 @@ def test_attention_over_another_dim_is_a_barrier() -> None:
     graph = forward_graph(_attention, torch.zeros(B, T, T, D))
     axes = axes_of(graph, Streamed(1), length=T)
     assert _reasons(axes) == ["the sequence axis of query is not its third dim, in full"]
+
+
+def test_attention_over_a_second_sequence_is_reported() -> None:
+    graph = forward_graph(
+        lambda x, w: (x * 2, *_attention(F.linear(w, w[:, :3])[None, None])), X, torch.zeros(9, 3)
+    )
+    axes = axes_of(graph, Streamed(1), None, length=T, parameters=[1])
+    assert _reasons(axes) == ["its sequence is not the streamed one (another length)"]
+
+
+def test_gradient_that_meets_a_shifted_mask_first_follows_the_logits() -> None:
+    """``(loss * mask[:, 1:]).sum()``: the mask lacks the first token, the logits the last."""
+
+    def program(x: Tensor, w: Tensor, mask: Tensor) -> Tensor:
+        each = F.linear(x, w)[:, :-1].logsumexp(-1)
+        return (each * mask[:, 1:]).sum(-1).square().sum()
+
+    mask = torch.ones(B, T, dtype=torch.int64)
+    analysis = capture(program, X.clone().requires_grad_(), W.clone().requires_grad_(), mask)
+    axes = analysis.analyse().axes
+    assert not axes.barriers
+    extents = {
+        place.extent
+        for node in axes.kind
+        if axes.in_loop(node) and (place := axes.position(node)) is not None
+    }
+    assert extents == {Extent(), Extent(0, 1)}

@@ -263,6 +263,7 @@ def test_a_sum_adds_and_a_mean_does_not() -> None:
         (lambda: record_call(aten.constant_pad_nd.default, rand(2, 5), [1, -1]), [2]),
         (lambda: record_call(aten.constant_pad_nd.default, rand(2, 5), [0, 0]), [2, 5]),
         (lambda: record_call(aten.cat.default, [rand(2, 5), rand(3, 5)]), [5]),
+        (lambda: record_call(aten.cat.default, [rand(2, 5), rand(2, 5)], 1), [2, 5]),
         (lambda: record_call(aten.unbind.int, rand(2, 5, 6)), [5, 6]),
         (lambda: record_call(aten.squeeze.dim, rand(2, 5), 1), [2]),
         (lambda: record_call(aten.squeeze.dim, rand(5, 1), 1), [5]),

@@ -1,0 +1,100 @@
+"""Put off wide values that no later layer needs, so that none is alive where the forward is cut.
+
+A training step may run two models, one after the other: a student and its teacher, or a policy and
+its reference. Where the logits of the first wait for those of the second, they would be alive at
+every cut between the second one's layers, and be kept for all tokens.
+
+Given:  h = layers(ids); logits = h @ W; h2 = layers2(ids); loss = f(logits, h2 @ W2)
+Result: h = layers(ids); h2 = layers2(ids); logits = h @ W; loss = f(logits, h2 @ W2)
+
+Between two attention calls, the nodes that no later attention call depends on may run where they
+stand, or as late as just before their first reader. They are parted where the fewest bytes are
+alive: what is before that place stays, what is after it is put off. Log-probabilities of a
+reference, narrower than the hidden states they come from, stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from itertools import pairwise
+
+from torch.fx import Node
+
+from .axes import ATTENTION
+from .dataflow import bytes_of, storage_of
+
+
+def delay_wide_values(flow: Sequence[Node]) -> list[Node]:
+    """The nodes of the forward in an order that is as right, and narrower between attention calls.
+
+    Args:
+        flow: the forward's nodes that depend on activations, in a topological order.
+    """
+    attention = [position for position, node in enumerate(flow) if node.target is ATTENTION]
+    feeds, members = _feeds_attention(flow), set(flow)
+    moved: set[Node] = set()
+    for start, end in pairwise(attention):
+        group = [node for node in flow[start + 1 : end] if node not in feeds]
+        moved.update(group[_narrowest_prefix(group, members) :])
+    if not moved:
+        return list(flow)
+    return _put_off(flow, moved)
+
+
+def _feeds_attention(flow: Sequence[Node]) -> set[Node]:
+    """The nodes that some attention call depends on."""
+    found: set[Node] = set()
+    for node in reversed(flow):
+        if any(user.target is ATTENTION or user in found for user in node.users):
+            found.add(node)
+    return found
+
+
+def _narrowest_prefix(group: list[Node], flow: AbstractSet[Node]) -> int:
+    """How many nodes of ``group`` to compute where they stand, as many as are no loss."""
+    own = set(group)
+    best, fewest = 0, None
+    for count in range(len(group) + 1):
+        later = set(group[count:])
+        alive = {
+            storage_of(node)
+            for node in group[:count]
+            if any(user in later or user not in own for user in node.users)
+        }
+        alive |= {
+            storage_of(arg)
+            for node in later
+            for arg in node.all_input_nodes
+            if arg not in own and storage_of(arg) in flow
+        }
+        weight = sum(bytes_of(value) for value in alive)
+        if fewest is None or weight <= fewest:
+            best, fewest = count, weight
+    return best
+
+
+def _put_off(flow: Sequence[Node], moved: AbstractSet[Node]) -> list[Node]:
+    """``flow`` with each node of ``moved`` just before the first reader that is not one of them."""
+    result: list[Node] = []
+    placed: set[Node] = set()
+
+    def place(node: Node) -> None:
+        stack = [node]
+        while stack:
+            current = stack[-1]
+            waiting = [arg for arg in current.all_input_nodes if arg in moved and arg not in placed]
+            if waiting:
+                stack.extend(waiting)
+                continue
+            stack.pop()
+            if current not in placed:
+                placed.add(current)
+                result.append(current)
+
+    for node in flow:
+        if node not in moved:
+            place(node)
+    for node in flow:
+        place(node)
+    return result
