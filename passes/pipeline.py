@@ -73,7 +73,8 @@ class History:
     """What one run of the passes went through.
 
     graphs
-        ``normalized`` and ``rewritten``: the graph before the analyses and the one with loops.
+        ``normalized`` and ``rewritten``: the graph before the analyses and the one with loops;
+        ``forward`` and ``backward``: its halves, which run.
     notes
         What the user may want to know of the Dynamo graph: attention that stays written out, and
         choices of kernels that are not honoured.
@@ -84,6 +85,7 @@ class History:
     barriers: list[Barrier] = field(default_factory=list)
     loops: list[LoopSpec] = field(default_factory=list)
     unstreamed: str | None = None
+    head_fused: bool = False
     notes: list[str] = field(default_factory=list)
 
 
@@ -118,6 +120,7 @@ def stream(
     if analysis is not None and joint.tangents:
         fused = _timed(history, "fuse_head", partial(fuse_head, joint, *analysis))
         if fused is not None:
+            history.head_fused = True
             joint = read_joint(normal.graph, num_forward_outputs, fused.kept, fused.scaled)
             analysis = _analyse(joint, axis, parameters, history)
     if analysis is None:

@@ -23,6 +23,9 @@ class Report:
         Time of each pass.
     notes
         Attention that stays written out, and choices of kernels that are not honoured.
+    head_fused
+        Whether forward and backward of the head are one loop, which computes the logits once.
+        They are two where the gradient of a token waits for a sum over all of them.
     """
 
     barriers: tuple[Barrier, ...]
@@ -30,6 +33,7 @@ class Report:
     unstreamed: str | None
     seconds: dict[str, float]
     notes: tuple[str, ...] = ()
+    head_fused: bool = False
 
     @classmethod
     def of(cls, history: History) -> Report:
@@ -40,6 +44,7 @@ class Report:
             history.unstreamed,
             dict(history.seconds),
             tuple(history.notes),
+            history.head_fused,
         )
 
     def problems(self) -> list[str]:
