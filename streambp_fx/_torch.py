@@ -11,9 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
+from unittest.mock import patch
 
 # Turns a Dynamo graph into forward and backward graphs, with compilers and a partitioner of ours.
 from torch._dynamo.backends.common import aot_autograd as aot_autograd
+
+# What Inductor asks about a CUDA device, and its answers for compile workers.
+from torch._dynamo.device_interface import CudaInterface as CudaInterface
+from torch._dynamo.device_interface import (
+    caching_worker_current_devices,
+    caching_worker_device_properties,
+)
 
 # Names the origin of a body's own sizes.
 from torch._dynamo.source import ConstantSource as ConstantSource
@@ -46,17 +54,39 @@ from torch._inductor import config as inductor_config
 # Importing it fills torch.ops.prims: iota, convert_element_type, and Inductor's own fma.
 from torch._inductor import inductor_prims as inductor_prims
 
+# Holds the one chooser of kernels, which knows the GPU that it was made for.
+from torch._inductor import select_algorithm as select_algorithm
+
+# The first caches what system it runs on, its GPU included; the second loads kernels' source.
+from torch._inductor.codecache import CacheBase
+from torch._inductor.codecache import PyCodeCache as PyCodeCache
+
 # Compiles one graph below Dynamo and AOTAutograd.
 from torch._inductor.compile_fx import compile_fx_inner as compile_fx_inner
 
 # The decompositions that Inductor's graphs have been through.
 from torch._inductor.decomposition import select_decomp_table as select_decomp_table
 
+# A graph on its way through Inductor: its buffers and the code around its kernels.
+from torch._inductor.graph import GraphLowering as GraphLowering
+
+# One of the results of an op that returns several.
+from torch._inductor.ir import MultiOutput as MultiOutput
+
+# Caches the properties of a GPU that kernels are written for.
+from torch._inductor.runtime.hints import DeviceProperties
+
+# Two more cached answers about the GPU.
+from torch._inductor.utils import get_gpu_type, is_big_gpu
+
 # Marks the operators that take subgraphs, which are not plain calls.
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 
 # What an op overload is, to tell it from other callables.
 from torch._ops import OpOverload as OpOverload
+
+# Raised where fake tensors would have to know their values.
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentError
 
 # The fake mode in which Dynamo recorded a node's example value.
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -74,6 +104,9 @@ from torch.profiler import profile
 
 # Walks arguments in nested containers, as the dispatcher's callers do.
 from torch.utils import _pytree as pytree
+
+# What torch knows of Triton and of the GPU it is for, cached.
+from torch.utils import _triton as torch_triton
 
 # The first sees each op that runs in a with-block; the second leaves the tracing modes that are
 # active while AOTAutograd calls the partitioner.
@@ -112,6 +145,24 @@ def allocations(profiled: profile) -> Iterator[int]:
     for event in sorted(memory, key=lambda event: event.start_ns()):
         if event.device_type() == DeviceType.CPU:
             yield event.nbytes()
+
+
+def clear_gpu_caches() -> None:
+    """Make torch ask again what GPU there is, and whether Triton works for it."""
+    of_triton = [value for value in vars(torch_triton).values() if hasattr(value, "cache_clear")]
+    of_inductor = [DeviceProperties.create, CacheBase.get_system, get_gpu_type, is_big_gpu]
+    for cached in (*of_triton, *of_inductor):
+        cached.cache_clear()
+
+
+def without_algorithm_selector() -> AbstractContextManager[Any]:
+    """Have Inductor make a new chooser of kernels inside a with-block, and drop it at its end."""
+    return patch.object(select_algorithm, "_ALGORITHM_SELECTOR_CACHE", None)
+
+
+def cuda_worker_caches() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Where Inductor keeps the properties and the number of the current GPU, by device type."""
+    return caching_worker_device_properties, caching_worker_current_devices
 
 
 def constant_source(name: str) -> ConstantSource:

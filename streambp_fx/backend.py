@@ -61,10 +61,10 @@ def streambp(
         OptionError: an unknown option or a bad value.
         BarrierError: a part can not be streamed and ``on_barrier="error"``.
     """
-    return _Compilation(parse_options(options, mode)).compile(graph_module, example_inputs)
+    return Compilation(parse_options(options, mode)).compile(graph_module, example_inputs)
 
 
-class _Compilation:
+class Compilation:
     """The state of one backend call: options, what was found, and the settings to reapply."""
 
     def __init__(self, options: Options) -> None:
@@ -117,14 +117,20 @@ class _Compilation:
         rewritten = stream(joint, num_fwd_outputs, self.roles, self._settings(), self.history)
         self._report()
         if rewritten is None:
-            return default_partition(joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
-        return split(rewritten, num_fwd_outputs)
+            forward, backward = default_partition(
+                joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
+            )
+        else:
+            forward, backward = split(rewritten, num_fwd_outputs)
+        self.history.graphs.update(forward=forward, backward=backward)
+        return forward, backward
 
     def _inference(self, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         count = len(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]
         rewritten = stream(graph_module, count, self.roles, self._settings(), self.history)
         self._report()
         target = graph_module if rewritten is None else rewritten.graph_module
+        self.history.graphs["forward"] = target
         return self._run_graph(target, inputs)
 
     def _run_graph(self, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -29,6 +29,8 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "default_partition": ("joint_module", "_joint_inputs", "num_fwd_outputs"),
     "detect_fake_mode": ("inputs",),
     "fx_graph_cse": ("fx_g",),
+    "get_gpu_type": (),
+    "is_big_gpu": ("index_or_device",),
     "make_boxed_func": ("f",),
     "select_decomp_table": (),
     "sympy_interp": ("analysis", "env", "expr"),
