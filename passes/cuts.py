@@ -55,7 +55,8 @@ def choose_cuts(joint: JointGraph, axes: Axes) -> Segments:
     """Cut the forward of ``joint`` at its waists."""
     required = ancestors([*joint.forward_outputs, *joint.kept])
     flow = delay_wide_values(
-        [node for node in joint.graph.nodes if node in required and _in_flow(node, axes)]
+        [node for node in joint.graph.nodes if node in required and _in_flow(node, axes)],
+        joint.dependent,
     )
     index = {node: position for position, node in enumerate(flow)}
     alive = _alive_values(flow, index, axes)

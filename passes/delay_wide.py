@@ -11,6 +11,10 @@ Between two attention calls, the nodes that no later attention call depends on m
 stand, or as late as just before their first reader. They are parted where the fewest bytes are
 alive: what is before that place stays, what is after it is put off. Log-probabilities of a
 reference, narrower than the hidden states they come from, stay.
+
+The head of a model that is trained is put off even so. Its hidden states are kept for all tokens,
+but it joins the last segment: the layer before it is like other layers, takes their chunk size, and
+the head's backward may join its forward.
 """
 
 from __future__ import annotations
@@ -25,18 +29,21 @@ from .axes import ATTENTION
 from .dataflow import bytes_of, storage_of
 
 
-def delay_wide_values(flow: Sequence[Node]) -> list[Node]:
+def delay_wide_values(flow: Sequence[Node], backward: AbstractSet[Node]) -> list[Node]:
     """The nodes of the forward in an order that is as right, and narrower between attention calls.
 
     Args:
         flow: the forward's nodes that depend on activations, in a topological order.
+        backward: the nodes that depend on a tangent.
     """
     attention = [position for position, node in enumerate(flow) if node.target is ATTENTION]
     feeds, members = _feeds_attention(flow), set(flow)
+    widest = max((bytes_of(node) for node in flow), default=0)
     moved: set[Node] = set()
     for start, end in pairwise(attention):
         group = [node for node in flow[start + 1 : end] if node not in feeds]
-        moved.update(group[_narrowest_prefix(group, members) :])
+        head = _start_of_trained_head(group, widest, backward)
+        moved.update(group[_narrowest_prefix(group, head, members) :])
     if not moved:
         return list(flow)
     return _put_off(flow, moved)
@@ -51,11 +58,24 @@ def _feeds_attention(flow: Sequence[Node]) -> set[Node]:
     return found
 
 
-def _narrowest_prefix(group: list[Node], flow: AbstractSet[Node]) -> int:
-    """How many nodes of ``group`` to compute where they stand, as many as are no loss."""
+def _start_of_trained_head(group: list[Node], widest: int, backward: AbstractSet[Node]) -> int:
+    """Where in ``group`` logits begin that a gradient reaches; its length if there are none.
+
+    Values count as logits from half the bytes of the widest one, so that those of the shorter of
+    two calls do.
+    """
+    for index, node in enumerate(group):
+        if 2 * bytes_of(node) >= widest:
+            after = (user for later in group[index:] for user in later.users)
+            return index if any(user in backward for user in after) else len(group)
+    return len(group)
+
+
+def _narrowest_prefix(group: list[Node], most: int, flow: AbstractSet[Node]) -> int:
+    """How many nodes of ``group``, at ``most``, to compute where they stand without a loss."""
     own = set(group)
     best, fewest = 0, None
-    for count in range(len(group) + 1):
+    for count in range(most + 1):
         later = set(group[count:])
         alive = {
             storage_of(node)

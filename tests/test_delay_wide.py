@@ -11,7 +11,7 @@ from streambp_fx.passes.cuts import choose_cuts
 from streambp_fx.passes.dataflow import read_joint
 from streambp_fx.passes.delay_wide import delay_wide_values
 from streambp_fx.passes.placement import Streamed
-from tests.joint_graphs import axes_of, forward_graph
+from tests.joint_graphs import axes_of, capture, forward_graph
 
 B, HEADS, T, D, V = 2, 2, 5, 4, 97
 X = torch.zeros(B, HEADS, T, D)
@@ -56,7 +56,7 @@ def _width(node: Node) -> int:
 def test_no_cut_keeps_logits_and_the_order_is_topological(program: object) -> None:
     flow, cuts = _forward(program)
     assert cuts and all(_width(value) < V for cut in cuts for value in cut)
-    order = delay_wide_values(flow)
+    order = delay_wide_values(flow, set())
     assert sorted(order, key=str) == sorted(flow, key=str)
     place = {node: index for index, node in enumerate(order)}
     for node in order:
@@ -65,7 +65,7 @@ def test_no_cut_keeps_logits_and_the_order_is_topological(program: object) -> No
 
 def test_logits_that_wait_are_computed_after_the_second_models_layers() -> None:
     flow, _ = _forward(_logits_wait)
-    order = delay_wide_values(flow)
+    order = delay_wide_values(flow, set())
     wide = next(index for index, node in enumerate(order) if _width_or_none(node) == V)
     attention = [i for i, n in enumerate(order) if n.target is torch.ops.streambp.attention.default]
     assert wide > max(attention)
@@ -74,7 +74,15 @@ def test_logits_that_wait_are_computed_after_the_second_models_layers() -> None:
 @pytest.mark.parametrize("program", [_token_scores_wait, _one_model])
 def test_narrow_results_stay_where_they_are(program: object) -> None:
     flow, _ = _forward(program)
-    assert delay_wide_values(flow) == flow
+    assert delay_wide_values(flow, set()) == flow
+
+
+def test_head_of_a_trained_model_joins_the_last_segment() -> None:
+    weight = torch.nn.Parameter(torch.ones(D, V))
+    segments = capture(_token_scores_wait, X + 1, weight).analyse().segments
+    logits = {segments.segment[n] for n in segments.flow if _width_or_none(n) == V}
+    assert logits == {segments.count - 1}
+    assert segments.count > 2
 
 
 def _width_or_none(node: Node) -> int | None:

@@ -236,7 +236,7 @@ def reference_inside(
 
 def test_reference_model_inside_a_policy_loss() -> None:
     models = (policy(0), policy(1).requires_grad_(False))
-    check(reference_inside, models, _batch(GROUP), logits_rows=GROUP)
+    check(reference_inside, models, _batch(GROUP), logits_rows=GROUP, fused=True)
 
 
 def forward_kl(student: Tensor, teacher: Tensor) -> Tensor:
