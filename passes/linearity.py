@@ -15,6 +15,7 @@ from torch.fx import Node
 from .axes import ATTENTION_BACKWARD
 from .dataflow import VIEWS
 from .placement import tensor_inputs
+from .rules.arguments import overloads
 from .rules.calls import constant_fill
 
 aten = torch.ops.aten
@@ -36,6 +37,9 @@ IN_EACH = {aten.add.Tensor, aten.sub.Tensor, aten.cat.default, aten.stack.defaul
 
 BILINEAR = {aten.mul.Tensor, aten.mm.default, aten.bmm.default, aten.dot.default, aten.mv.default}
 """Linear in each argument; one alone may depend on the tangent."""
+
+PRODUCT_AND_SUM = set(overloads(prims, "fma"))
+"""``a * b + c``: linear if either ``a`` or ``b`` depends on the tangent, and ``c`` does or is 0."""
 
 ACCUMULATING = {
     aten.index_put.default,
@@ -75,6 +79,9 @@ def is_linear(node: Node, dependent: Set[Node]) -> bool:
         )
     if node.target in BILINEAR:
         return len(reads) == 1
+    if node.target in PRODUCT_AND_SUM and len(inputs) == 3:
+        added = inputs[2] in dependent or constant_fill(inputs[2]) == 0
+        return added and (0 in reads) != (1 in reads)
     if node.target is aten.div.Tensor:
         return reads == [0]
     if node.target is aten.where.self:

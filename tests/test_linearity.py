@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import streambp_fx
+from streambp_fx.passes.linearity import is_linear
 from tests.backend import needs_report, streamed
 
 
@@ -37,6 +38,21 @@ class Model(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
 
 
+@pytest.mark.skipif(not hasattr(torch.ops.prims, "fma"), reason="this torch has no fma")
+@pytest.mark.parametrize(
+    "depends, linear",
+    [("ac", True), ("bc", True), ("abc", False), ("a", False), ("c", False), ("ab", False)],
+)
+def test_product_and_sum(depends: str, linear: bool) -> None:
+    graph = torch.fx.Graph()
+    nodes = {name: graph.placeholder(name) for name in "abc"}
+    for node in nodes.values():
+        node.meta["val"] = torch.ones(3)
+    product = graph.call_function(torch.ops.prims.fma.default, tuple(nodes.values()))
+    product.meta["val"] = torch.ones(3)
+    assert is_linear(product, {nodes[name] for name in depends}) is linear
+
+
 @needs_report
 @pytest.mark.parametrize("clip", [False, True])
 def test_scaled_loss(clip: bool) -> None:
@@ -48,6 +64,4 @@ def test_scaled_loss(clip: bool) -> None:
     torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-13)
     report = streambp_fx.last_report()
     assert report is not None
-    last = max(int(loop.name[7:8]) for loop in report.loops if loop.name.startswith("segment"))
-    fused = not any(loop.name.startswith(f"stage{last}") for loop in report.loops)
-    assert fused is not clip
+    assert report.head_fused is not clip
