@@ -10,9 +10,10 @@ frontier
 
 The walk starts at the output and takes the latest node of the frontier inside, as long as that
 node can be run again (no random numbers, nothing changed in place, in the output's autocast
-region) and at most one matrix product is inside. For logits it passes scale, softcap and casts,
-the head's product, and then the final norm, where bytes no longer fall. Without the limit it would
-end at the token ids, 0 bytes, with the whole model inside.
+region) and at most `LONGEST_CHAIN` matrix products follow one another inside. For logits it passes
+scale, softcap and casts, the head's product (beside it, with a low-rank adapter, a chain of two),
+and then the final norm, where bytes no longer fall. Without the limit it would end at the token
+ids, 0 bytes, with the whole model inside.
 """
 
 from __future__ import annotations
@@ -33,11 +34,9 @@ from .rules.sizes import product, same_size
 
 aten = torch.ops.aten
 INPUTS = ("placeholder", "get_attr")
-# A table lookup is the product with a one-hot matrix. Counting it keeps the walk from ending at the
-# token ids in the first layer, whose K/V cache would then differ from the other layers'.
+LONGEST_CHAIN = 2
 _PRODUCTS = frozenset(
     {
-        aten.embedding.default,
         aten.mm.default,
         aten.addmm.default,
         aten.bmm.default,
@@ -92,19 +91,22 @@ def cheapest_frontier(
     inside: list[Node] = []
     frontier = {output}
     inputs: set[Node] = set()
-    products = 0
+    chain = {output: 0}  # the most products on a way from a node, itself left out, to the output
     while frontier:
         latest = max(frontier, key=order.__getitem__)
         ops = ops_of(latest)
         if ops is None or autocast[latest] != autocast[output] or not _repeatable(latest, ops):
             break
-        products += is_product(ops)
-        if products > 1:
+        # A walk that ended at the token ids in the first layer would treat that layer's K/V cache
+        # unlike the other layers'.
+        length = chain[latest] + is_product(ops)
+        if length > LONGEST_CHAIN or aten.embedding.default in ops:
             break
         frontier.remove(latest)
         inside.append(latest)
         for node in latest.all_input_nodes:
             (inputs if node.op in INPUTS else frontier).add(node)
+            chain[node] = max(length, chain.get(node, 0))
         values = [example_of(node) for node in frontier]
         if not all(isinstance(value, Tensor | torch.SymInt | int) for value in values):
             continue

@@ -23,15 +23,28 @@ def run_example(name: str, *arguments: str) -> str:
     return done.stdout
 
 
+def numbers(name: str, *arguments: str) -> list[float]:
+    """The first and last value of each quantity that an example prints at its end."""
+    lines = run_example(name, *arguments).splitlines()
+    printed = [line for line in lines if "at the first step" in line]
+    return [float(value) for line in printed for value in re.findall(r"-?\d+\.\d+", line)]
+
+
 @pytest.mark.slow
-def test_train_sft_learns_what_eager_learns() -> None:
-    arguments = ("--tokens", "193", "--steps", "8")
-    streamed, eager = (
-        [float(value) for value in re.findall(r"\d+\.\d+", run_example("train_sft.py", *more))]
-        for more in (arguments, (*arguments, "--backend", "eager"))
-    )
-    assert streamed == pytest.approx(eager, abs=2e-3)
-    assert streamed[-1] < streamed[0] - 0.1
+@pytest.mark.parametrize("name", ["plain_loop.py", "sft.py", "dpo.py", "lora.py"])
+def test_trainer_learns_what_it_learns_unstreamed(name: str) -> None:
+    arguments = ("--tokens", "96", "--steps", "4")
+    streamed = numbers(name, *arguments)
+    assert streamed == pytest.approx(numbers(name, *arguments, "--plain"), abs=2e-3)
+    assert streamed[-1] < streamed[0] - 0.01
+
+
+@pytest.mark.slow
+def test_policy_is_the_one_that_is_trained_unstreamed() -> None:
+    arguments = ("--tokens", "32", "--steps", "3")
+    streamed = numbers("grpo.py", *arguments)
+    assert streamed == pytest.approx(numbers("grpo.py", *arguments, "--plain"), abs=2e-3)
+    assert len(set(streamed)) == len(streamed) == 4
 
 
 @pytest.mark.slow

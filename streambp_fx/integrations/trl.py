@@ -1,0 +1,181 @@
+"""Stream the trainers of TRL: ``stream(trainer)`` before ``trainer.train()``.
+
+    trainer = SFTTrainer(model, args=args, train_dataset=data)
+    streambp_fx.integrations.trl.stream(trainer)
+    trainer.train()
+
+TRL's trainers (1.16 and newer) do not read logits. They call the model with ``fused_lm_head=True``,
+and a forward that TRL gave the model answers with log-probabilities, entropies and the like,
+``[batch, tokens]``, which its kernel computes in tiles of 4096 tokens by 32768 words. Dynamo can
+not trace that kernel, so that a compiled model would end before its head, and on CUDA the head
+selects rows by a mask, whose number no compiled graph can know.
+
+`stream` compiles that forward, TRL's own code, with the kernel's formulas written out in plain ops
+over all tokens, which the backend then streams. A call without ``fused_lm_head`` (generation,
+prediction with logits) runs the original forward, uncompiled. No file of TRL is changed, and no
+model but the trainer's.
+
+Activation checkpointing, which TRL turns on by default, is turned off: a streamed layer is computed
+again in backward anyhow. Left on, TRL's switching it off and on around each reference or generation
+step adds a hook to the embedding each time, and every new hook is a recompilation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+_KERNEL = "_ChunkedLogProbFunction"
+_SELECTS_ROWS = "_use_triton"
+_CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
+"""Two names of one training argument, of which transformers is replacing the second."""
+
+
+class IntegrationError(RuntimeError):
+    """The trainer is not one that this integration knows; the message says what was expected."""
+
+
+class TokenStatistics(NamedTuple):
+    """What TRL's kernel returns, each ``[tokens]``; ``None`` where it was not asked for.
+
+    log_probs
+        Log-probability of the target, with gradient.
+    entropy
+        ``-sum_v p_v log p_v``, with gradient.
+    log_sum_sq_probs
+        ``log sum_v p_v^2``.
+    mean_logits
+        Mean over the vocabulary of the logits, scaled as the probabilities are.
+    is_top1
+        Whether no word is likelier than the target; the first of equals counts.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor | None
+    log_sum_sq_probs: Tensor | None
+    mean_logits: Tensor | None
+    is_top1: Tensor | None
+
+
+class PlainLogProbs:
+    """The arithmetic of TRL's ``ChunkedLogProbFunction`` in ops that can be traced."""
+
+    @staticmethod
+    def apply(
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        temperature: float,
+        chunk_size: int,
+        final_logit_softcapping: float | None,
+        logit_scale: float,
+        outputs: tuple[str, ...],
+    ) -> TokenStatistics:
+        """The statistics of ``softmax(logits)`` in fp32; the arguments are the kernel's own.
+
+        Args:
+            hidden: ``[tokens, width]``.
+            weight: ``[vocabulary, width]``.
+            bias: ``[vocabulary]``.
+            targets: int64 ``[tokens]``.
+            temperature: the logits are divided by it, last of all.
+            chunk_size: the width of the kernel's tiles; of no use here.
+            final_logit_softcapping: ``c`` of ``c tanh(logits / c)``.
+            logit_scale: the product is multiplied by it, first of all.
+            outputs: the names of the statistics that are asked for.
+        """
+        logits = nn.functional.linear(hidden, weight, bias).float() * logit_scale
+        if final_logit_softcapping is not None:
+            logits = final_logit_softcapping * torch.tanh(logits / final_logit_softcapping)
+        logits = logits * (1 / temperature)
+        log_probs = logits.log_softmax(-1)
+        fixed = log_probs.detach()
+        return TokenStatistics(
+            log_probs.gather(-1, targets[:, None]).squeeze(-1),
+            -(log_probs.exp() * log_probs).sum(-1) if "entropy" in outputs else None,
+            (2 * fixed).logsumexp(-1) if "log_sum_sq_probs" in outputs else None,
+            logits.detach().mean(-1) if "mean_logits" in outputs else None,
+            fixed.argmax(-1) == targets if "is_top1" in outputs else None,
+        )
+
+
+def stream(trainer: Any, *, options: Mapping[str, Any] | None = None) -> None:
+    """Make the loss of ``trainer``'s model, and of its reference model, a streamed computation.
+
+    Args:
+        trainer: one of TRL's trainers that score tokens with ``fused_lm_head`` (SFT, DPO, GRPO,
+            KTO, RLOO), before training.
+        options: of the backend, as `torch.compile` takes them.
+
+    Raises:
+        IntegrationError: the trainer's model has no fused head of TRL.
+    """
+    models = [trainer.model]
+    reference = getattr(trainer, "ref_model", None)
+    if reference is not None:
+        models.append(reference)
+    for model in models:
+        _stream_head(_base(model), dict(options or {}))
+    for name in _CHECKPOINTING:
+        if hasattr(trainer.args, name):
+            setattr(trainer.args, name, False)
+
+
+def _base(model: Any) -> Any:
+    """The transformers model, inside PEFT's wrapper if there is one."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _stream_head(model: nn.Module, options: dict[str, Any]) -> None:
+    original = model.forward
+    traceable = _traceable(original, model)
+
+    def score(*args: Any, **kwargs: Any) -> Any:
+        # The comparison tells Dynamo that both have one batch size and one length. Nothing else in
+        # a forward without gradients does: a gather takes fewer indices than there are rows.
+        ids, labels = kwargs.get("input_ids"), kwargs.get("labels")
+        if ids is not None and labels is not None and ids.shape != labels.shape:
+            raise ValueError(f"labels are {tuple(labels.shape)}, ids {tuple(ids.shape)}")
+        return traceable(*args, fused_lm_head=True, **kwargs)
+
+    # Dynamo counts recompilations by code object: with its own, a reference model that is compiled
+    # too does not use up the policy's.
+    score.__code__ = score.__code__.replace()
+    # Lengths differ from batch to batch; dynamic from the start is one compilation, not two.
+    compiled = torch.compile(score, backend="streambp", dynamic=True, options=options)
+
+    def forward(*args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        return compiled(*args, **kwargs) if fused_lm_head else original(*args, **kwargs)
+
+    # `generate` reads the signature that TRL kept.
+    forward.__wrapped__ = original  # type: ignore[attr-defined]
+    model.forward = forward
+
+
+def _traceable(forward: Any, model: nn.Module) -> MethodType:
+    """TRL's ``forward`` with other values for two of the names that it looks up in its module."""
+    function = getattr(forward, "__func__", None)
+    names = getattr(function, "__globals__", {})
+    if not isinstance(function, FunctionType) or not {_KERNEL, _SELECTS_ROWS} <= names.keys():
+        raise IntegrationError(
+            f"the forward of {type(model).__name__} is not one with TRL's fused head: stream() is "
+            "called once, on a trainer of trl>=1.16 that scores tokens (SFTTrainer, DPOTrainer, "
+            "GRPOTrainer, KTOTrainer, RLOOTrainer), before training"
+        )
+    replaced = {**names, _KERNEL: PlainLogProbs, _SELECTS_ROWS: _selects_no_rows}
+    # Dynamo looks the names of an inlined function up in the module of this name.
+    del replaced["__name__"]
+    copy = FunctionType(
+        function.__code__, replaced, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return MethodType(copy, model)
+
+
+def _selects_no_rows(device: torch.device) -> bool:
+    return False
