@@ -32,7 +32,7 @@ from streambp_fx.gpu import (
 from streambp_fx.gpu.device import pretended_gpu
 from streambp_fx.gpu.wrapper_code import Tensors, read_wrapper
 from streambp_fx.options import OptionError
-from tests.models import from_transformers, llama_settings, loss_of
+from tests.models import build, loss_of
 from tests.own_models import NanoGPT
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="triton is for Linux")
@@ -145,11 +145,15 @@ def given_to_kernels(body: LoweredBody) -> list[Buffer]:
     return [tensor for launch in body.launches for tensor in launch.tensors]
 
 
-def check_sizes(bodies: Sequence[LoweredBody], length: int) -> None:
-    """No buffer, and nothing that a generated kernel touches, is as long as the sequence."""
+def check_sizes(bodies: Sequence[LoweredBody], length: int, *, masked: bool = False) -> None:
+    """No buffer, and nothing that a generated kernel touches, is as long as the sequence.
+
+    Of a mask that is data (``masked``), the rows of a chunk exist, with all keys.
+    """
     for body in bodies:
-        assert not in_terms_of_sequence(body.buffers, body, length)
-        assert not in_terms_of_sequence(given_to_kernels(body), body, length)
+        for tensor in in_terms_of_sequence((*body.buffers, *given_to_kernels(body)), body, length):
+            assert masked and tensor.dtype is torch.bool, (body.name, tensor)
+            assert body.sizes["size0"] in tensor.dims(body.sizes), (body.name, tensor)
 
 
 def check_memory(bodies: Sequence[LoweredBody], shape: Shape) -> None:
@@ -267,6 +271,7 @@ def test_a_fault_leaves_no_gpu_behind() -> None:
         assert torch.cuda.get_device_capability() == (9, 0)
         raise ZeroDivisionError
     assert not torch.cuda.is_available() and not torch_triton.has_triton()
+    assert torch.Tensor.copy_ is torch._C.TensorBase.copy_
 
 
 def test_graphs_after_a_break_are_lowered() -> None:
@@ -283,12 +288,13 @@ def test_graphs_after_a_break_are_lowered() -> None:
     assert any(not name.startswith("graph1.") for name in loops)
 
 
-@pytest.mark.parametrize("family", ["Qwen3", "Gemma"])
+@pytest.mark.parametrize("name", ["qwen3", "gpt2_dropout", "trilgpt"])
 @pytest.mark.slow
-def test_other_models_lower_and_compile(family: str) -> None:
-    model = from_transformers(family, llama_settings(head_dim=8)).bfloat16()
-    bodies = lower_for_gpu(loss, model, ids_of(389, batch=2), options={"chunk_size": 16})
-    check_sizes(bodies, 389)
+def test_other_models_lower_and_compile(name: str) -> None:
+    bodies = lower_for_gpu(
+        loss, build(name).bfloat16(), ids_of(389, batch=2), options={"chunk_size": 16}
+    )
+    check_sizes(bodies, 389, masked=name == "trilgpt")
     compile_all(bodies, "h200")
 
 

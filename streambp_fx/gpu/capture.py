@@ -41,12 +41,13 @@ def capture_bodies(
     Loops of a second graph (after a graph break) are called ``graph1.segment0`` and so on.
     """
     compilations: list[Compilation] = []
+    uncompiled = dataclasses.replace(options, compile_bodies=False)
 
     def backend(graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         # What runs is the graph as Dynamo gave it: the passes change theirs, and a loop over the
         # chunks of a long sequence takes minutes on fake tensors.
         original = copy.deepcopy(graph_module)
-        compilation = Compilation(options)
+        compilation = Compilation(uncompiled)
         compilation.compile(graph_module, inputs)
         compilations.append(compilation)
         return original.forward

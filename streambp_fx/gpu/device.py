@@ -14,7 +14,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from streambp_fx._torch import (
     CudaInterface,
@@ -25,10 +24,18 @@ from streambp_fx._torch import (
 
 from .targets import WARP_SIZE, Target
 
+AS_OPS: dict[str, Any] = {
+    "__invert__": torch.ops.aten.bitwise_not.default,
+    "contiguous": torch.ops.aten.contiguous.default,
+    "copy_": torch.ops.aten.copy_.default,
+}
+"""Methods that switch to the tensor's device before they come to the dispatcher, and so to the fake
+mode. Where torch has no CUDA that fails; the ops of the same meaning do not."""
+
 
 @contextmanager
 def pretended_gpu(target: Target) -> Iterator[None]:
-    """Make ``target`` the only GPU that torch and Triton know of.
+    """Make ``target`` the only GPU that torch and Triton know of, for fake tensors alone.
 
     Not for use in several threads at once: what is replaced belongs to the process.
     """
@@ -40,6 +47,9 @@ def pretended_gpu(target: Target) -> Iterator[None]:
             stack.enter_context(patch.object(torch.cuda, name, answer))
         for name in taken:
             stack.enter_context(patch.object(CudaInterface, name, staticmethod(answers[name])))
+        for name, op in AS_OPS.items():
+            method = getattr(torch.Tensor, name)
+            stack.enter_context(patch.object(torch.Tensor, name, _by_op(op, method)))
         for cache in cuda_worker_caches():
             stack.enter_context(patch.dict(cache, clear=True))
         stack.enter_context(without_algorithm_selector())
@@ -47,6 +57,15 @@ def pretended_gpu(target: Target) -> Iterator[None]:
         clear_gpu_caches()
         stack.callback(clear_gpu_caches)
         yield
+
+
+def _by_op(op: Any, method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method ``method`` of tensors, by ``op`` for those on a GPU."""
+
+    def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        return (op if tensor.is_cuda else method)(tensor, *args, **kwargs)
+
+    return call
 
 
 def _cuda_answers(target: Target) -> dict[str, Callable[..., Any]]:
@@ -93,18 +112,3 @@ def _triton_driver(target: Target) -> Iterator[None]:
     # `set_active` has no way back where no driver was active.
     with patch.object(driver, "_active", PretendedDriver()):
         yield
-
-
-class WithoutDeviceGuard(TorchFunctionMode):
-    """Calls ``copy_`` on fake CUDA tensors where torch has no CUDA.
-
-    The method switches to the tensor's device before it comes to the dispatcher, and so to the
-    fake mode; the op does not.
-    """
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.Tensor.copy_:
-            func = torch.ops.aten.copy_.default
-        return func(*args, **(kwargs or {}))

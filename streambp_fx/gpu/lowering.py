@@ -31,7 +31,7 @@ from streambp_fx.options import OptionError, parse_options
 from streambp_fx.passes.body import BodyPlan, LoopBody
 
 from .capture import capture_bodies, on_device
-from .device import WithoutDeviceGuard, pretended_gpu
+from .device import pretended_gpu
 from .targets import Target, find_target
 from .wrapper_code import Buffer, Launch, Tensors, Wrapper, read_wrapper
 
@@ -163,10 +163,9 @@ def _lower(body: LoopBody, loops: tuple[str, ...], target: Target) -> LoweredBod
     with (
         disable_current_modes(),
         torch.no_grad(),
-        WithoutDeviceGuard(),
         backed_size_oblivious(),
         tracing(TracingContext(mode)),
-        # Inductor goes on to load the code, which compiles the kernels and needs a GPU's library.
+        # Inductor would load the code, which compiles the kernels and needs a GPU's library.
         patch.object(GraphLowering, "compile_to_module", keep_code),
     ):
         compile_fx_inner(graph_module, inputs)
