@@ -13,6 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from streambp_fx import cli, demo
+from streambp_fx.commands import demo as command
 from streambp_fx.demo import VARIANTS, Demo, DemoConfig, Row
 from streambp_fx.measure import Quartiles
 
@@ -33,7 +34,7 @@ def run_demo(
         def rows(self) -> Iterator[Row]:
             yield from rows.values()
 
-    monkeypatch.setattr(cli, "Demo", Measured)
+    monkeypatch.setattr(command, "Demo", Measured)
     result = CliRunner().invoke(cli.app, ["demo", *arguments])
     return result.exit_code, result.stdout
 
@@ -81,7 +82,7 @@ def test_json_holds_every_row(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_transformers_the_demo_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
     result = CliRunner().invoke(cli.app, ["demo"])
     assert result.exit_code == 2
     assert "pip install 'streambp-fx[transformers]'" in result.stderr
