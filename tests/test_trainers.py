@@ -28,6 +28,8 @@ from tests.trainers import (
 )
 from tests.watch import Compiles, count_compiles
 
+pytest.importorskip("accelerate")
+
 
 def compiled_in_place(model: Any = None, *, dynamic: bool | None = None, **changes: Any) -> Any:
     """A model after the one line."""

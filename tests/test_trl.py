@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from streambp_fx.integrations import trl as integration
+from tests.test_trainers import make_trainer
 from tests.trainers import (
     OPTIONS,
     Run,
@@ -23,6 +25,7 @@ from tests.trainers import (
     train,
     words,
 )
+from tests.watch import Compiles, count_compiles
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
@@ -40,10 +43,11 @@ def _texts(count: int = 24) -> Any:
     )
 
 
-def _sft(folder: Path, model: Any = None, **changes: Any) -> Any:
+def _sft(folder: Path, peft_config: Any = None) -> Any:
     return trl.SFTTrainer(
-        model or tiny_model(),
-        args=trl.SFTConfig(**arguments(folder, **changes)),
+        tiny_model(),
+        args=trl.SFTConfig(**arguments(folder)),
+        peft_config=peft_config,
         train_dataset=_texts(),
         processing_class=tokenizer(),
     )
@@ -76,11 +80,12 @@ def _preferences(count: int = 24) -> Any:
     )
 
 
-def _dpo(folder: Path, **changes: Any) -> Any:
+def _dpo(folder: Path, peft_config: Any = None) -> Any:
     return trl.DPOTrainer(
         tiny_model(),
-        ref_model=tiny_model(),
-        args=trl.DPOConfig(**arguments(folder, **changes)),
+        ref_model=None if peft_config else tiny_model(),
+        args=trl.DPOConfig(**arguments(folder)),
+        peft_config=peft_config,
         train_dataset=_preferences(),
         processing_class=tokenizer(),
     )
@@ -107,13 +112,14 @@ def _reward(completions: list[str], **_: Any) -> list[float]:
     ]
 
 
-def _grpo(folder: Path, **changes: Any) -> Any:
+def _grpo(folder: Path, peft_config: Any = None) -> Any:
     return trl.GRPOTrainer(
         tiny_model(),
         reward_funcs=_reward,
         args=trl.GRPOConfig(
-            **arguments(folder, num_generations=2, max_completion_length=12, beta=0.0, **changes)
+            **arguments(folder, num_generations=2, max_completion_length=12, beta=0.0)
         ),
+        peft_config=peft_config,
         train_dataset=_prompts(),
         processing_class=tokenizer(),
     )
@@ -122,3 +128,95 @@ def _grpo(folder: Path, **changes: Any) -> Any:
 def test_grpo(tmp_path: Path) -> None:
     got, want = _compare(lambda: _grpo(tmp_path), "reward", "entropy")
     assert_less_memory(got, want)
+
+
+def _kernel_case(dtype: torch.dtype) -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(0)
+    hidden = torch.randn(23, 16, generator=draw, dtype=dtype)
+    weight = torch.randn(41, 16, generator=draw, dtype=dtype)
+    return {
+        "hidden": hidden.requires_grad_(),
+        "weight": weight.requires_grad_(),
+        "bias": torch.randn(41, generator=draw, dtype=dtype).requires_grad_(),
+        "targets": torch.randint(41, (23,), generator=draw),
+    }
+
+
+@pytest.mark.parametrize(
+    ("temperature", "softcap", "scale"), [(1.0, None, 1.0), (0.7, None, 1.0), (1.3, 5.0, 0.5)]
+)
+def test_plain_formulas_are_those_of_the_kernel(
+    temperature: float, softcap: float | None, scale: float
+) -> None:
+    from trl.kernels.chunked_logprob import OPTIONAL_OUTPUTS, ChunkedLogProbFunction
+
+    results = []
+    for function in (integration.PlainLogProbs, ChunkedLogProbFunction):
+        case = _kernel_case(torch.float32)
+        values = function.apply(*case.values(), temperature, 8, softcap, scale, OPTIONAL_OUTPUTS)
+        log_probs, entropy, *others = values
+        (2 * log_probs.sin().sum() + entropy.square().sum()).backward()
+        grads = [value.grad for name, value in case.items() if name != "targets"]
+        results.append([log_probs.detach(), entropy.detach(), *others, *grads])
+    for got, want in zip(*results, strict=True):
+        assert got.shape == want.shape and got.dtype == want.dtype and not got.requires_grad
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=2e-5)
+
+
+def test_statistics_that_are_not_asked_for_are_not_computed() -> None:
+    case = _kernel_case(torch.float32)
+    values = integration.PlainLogProbs.apply(*case.values(), 1.0, 8, None, 1.0, ("log_probs",))
+    assert values.log_probs.requires_grad
+    assert values[1:] == (None, None, None, None)
+
+
+def test_a_model_is_streamed_once(tmp_path: Path) -> None:
+    trainer = _sft(tmp_path)
+    integration.stream(trainer)
+    with pytest.raises(integration.IntegrationError, match="Qwen3ForCausalLM"):
+        integration.stream(trainer)
+
+
+def test_a_trainer_without_a_fused_head_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(integration.IntegrationError, match="SFTTrainer"):
+        integration.stream(make_trainer(tmp_path, tiny_model()))
+
+
+def test_generation_and_saving_are_those_of_the_model(tmp_path: Path) -> None:
+    plain, trainer = tiny_model(), _stream(_sft(tmp_path))
+    prompt = torch.arange(3, 12)[None]
+    sampling: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    with count_compiles() as compiles:
+        tokens = trainer.model.eval().generate(prompt, **sampling)
+    assert torch.equal(tokens, plain.eval().generate(prompt, **sampling))
+    assert compiles == Compiles(0, 0)
+
+    trainer.save_model(str(tmp_path))
+    load: Any = AutoModelForCausalLM.from_pretrained
+    loaded, info = load(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"], info
+    assert_same_weights(loaded.state_dict(), plain.state_dict(), 0)
+
+
+@pytest.mark.slow
+def test_evaluation(tmp_path: Path) -> None:
+    results = []
+    for trainer in (_sft(tmp_path), _stream(_sft(tmp_path))):
+        trainer.args.prediction_loss_only = True
+        results.append(trainer.evaluate(_texts(6)))
+    want, got = results
+    for name in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy"):
+        assert got[name] == pytest.approx(want[name], rel=1e-5), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [_sft, _dpo, _grpo])
+def test_adapters(tmp_path: Path, make: Any) -> None:
+    """DPO's reference is the same model with its adapters off: a second compilation, no third."""
+    peft = pytest.importorskip("peft")
+
+    def trainer() -> Any:
+        config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "up_proj"])
+        return make(tmp_path, peft_config=config)
+
+    _compare(trainer, tolerance=1e-4)

@@ -17,11 +17,13 @@ model but the trainer's.
 
 Activation checkpointing, which TRL turns on by default, is turned off: a streamed layer is computed
 again in backward anyhow. Left on, TRL's switching it off and on around each reference or generation
-step adds a hook to the embedding each time, and every new hook is a recompilation.
+step adds a hook to the embedding each time, and every new hook is a recompilation. The hook itself
+makes a frozen embedding's output require a gradient, which no compiled graph can do.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
@@ -31,6 +33,7 @@ from torch import Tensor, nn
 
 _KERNEL = "_ChunkedLogProbFunction"
 _SELECTS_ROWS = "_use_triton"
+_LOOKED_UP = {_KERNEL, _SELECTS_ROWS}
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 """Two names of one training argument, of which transformers is replacing the second."""
 
@@ -119,8 +122,9 @@ def stream(trainer: Any, *, options: Mapping[str, Any] | None = None) -> None:
     reference = getattr(trainer, "ref_model", None)
     if reference is not None:
         models.append(reference)
-    for model in models:
-        _stream_head(_base(model), dict(options or {}))
+    for model in map(_base, models):
+        _stream_head(model, dict(options or {}))
+        model.disable_input_require_grads()
     for name in _CHECKPOINTING:
         if hasattr(trainer.args, name):
             setattr(trainer.args, name, False)
@@ -132,16 +136,22 @@ def _base(model: Any) -> Any:
 
 
 def _stream_head(model: nn.Module, options: dict[str, Any]) -> None:
-    original = model.forward
-    traceable = _traceable(original, model)
+    original = getattr(model.forward, "__func__", None)
+    if not isinstance(original, FunctionType) or not _LOOKED_UP <= original.__globals__.keys():
+        raise IntegrationError(
+            f"the forward of {type(model).__name__} is not one with TRL's fused head: stream() is "
+            "called once, on a trainer of trl>=1.16 that scores tokens (SFTTrainer, DPOTrainer, "
+            "GRPOTrainer, KTOTrainer, RLOOTrainer), before training"
+        )
+    traceable = _traceable(original)
 
-    def score(*args: Any, **kwargs: Any) -> Any:
+    def score(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # The comparison tells Dynamo that both have one batch size and one length. Nothing else in
         # a forward without gradients does: a gather takes fewer indices than there are rows.
         ids, labels = kwargs.get("input_ids"), kwargs.get("labels")
         if ids is not None and labels is not None and ids.shape != labels.shape:
             raise ValueError(f"labels are {tuple(labels.shape)}, ids {tuple(ids.shape)}")
-        return traceable(*args, fused_lm_head=True, **kwargs)
+        return traceable(model, *args, fused_lm_head=True, **kwargs)
 
     # Dynamo counts recompilations by code object: with its own, a reference model that is compiled
     # too does not use up the policy's.
@@ -149,32 +159,24 @@ def _stream_head(model: nn.Module, options: dict[str, Any]) -> None:
     # Lengths differ from batch to batch; dynamic from the start is one compilation, not two.
     compiled = torch.compile(score, backend="streambp", dynamic=True, options=options)
 
-    def forward(*args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        return compiled(*args, **kwargs) if fused_lm_head else original(*args, **kwargs)
+    @functools.wraps(original)  # `generate` reads the signature
+    def forward(self: nn.Module, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        return (compiled if fused_lm_head else original)(self, *args, **kwargs)
 
-    # `generate` reads the signature that TRL kept.
-    forward.__wrapped__ = original  # type: ignore[attr-defined]
-    model.forward = forward
+    model.forward = MethodType(forward, model)
 
 
-def _traceable(forward: Any, model: nn.Module) -> MethodType:
-    """TRL's ``forward`` with other values for two of the names that it looks up in its module."""
-    function = getattr(forward, "__func__", None)
-    names = getattr(function, "__globals__", {})
-    if not isinstance(function, FunctionType) or not {_KERNEL, _SELECTS_ROWS} <= names.keys():
-        raise IntegrationError(
-            f"the forward of {type(model).__name__} is not one with TRL's fused head: stream() is "
-            "called once, on a trainer of trl>=1.16 that scores tokens (SFTTrainer, DPOTrainer, "
-            "GRPOTrainer, KTOTrainer, RLOOTrainer), before training"
-        )
+def _traceable(original: FunctionType) -> FunctionType:
+    """``original`` with other values for the two names, which it looks up in its module."""
+    names = original.__globals__
     replaced = {**names, _KERNEL: PlainLogProbs, _SELECTS_ROWS: _selects_no_rows}
     # Dynamo looks the names of an inlined function up in the module of this name.
     del replaced["__name__"]
     copy = FunctionType(
-        function.__code__, replaced, function.__name__, function.__defaults__, function.__closure__
+        original.__code__, replaced, original.__name__, original.__defaults__, original.__closure__
     )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return MethodType(copy, model)
+    copy.__kwdefaults__ = original.__kwdefaults__
+    return copy
 
 
 def _selects_no_rows(device: torch.device) -> bool:
