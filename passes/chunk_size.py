@@ -33,10 +33,14 @@ class ChunkSizes:
     chunk_size: int | None = None
     head_chunk_size: int | None = None
 
+    def is_head(self, nodes: list[Node]) -> bool:
+        """Whether a loop over ``nodes`` counts as a head."""
+        return _widest(nodes, self.axes) >= self.widest
+
     def choose(self, nodes: list[Node]) -> int:
         """The chunk size, in tokens of each row, for a loop over ``nodes``."""
         widest = _widest(nodes, self.axes)
-        if widest >= self.widest and self.head_chunk_size is not None:
+        if self.head_chunk_size is not None and self.is_head(nodes):
             return self.head_chunk_size
         if self.chunk_size is not None:
             return self.chunk_size

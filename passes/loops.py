@@ -53,7 +53,10 @@ class Result:
 
 @dataclass(frozen=True)
 class LoopSpec:
-    """One loop: what it is called, how its operands go in and its results come out."""
+    """One loop: what it is called, how its operands go in and its results come out.
+
+    ``head`` marks a loop that holds the widest value of the graph, as that of the logits does.
+    """
 
     name: str
     extents: tuple[Extent, ...]
@@ -61,6 +64,7 @@ class LoopSpec:
     results: tuple[Result, ...]
     chunk_size: int
     descending: bool
+    head: bool = False
 
 
 def chunk_bounds(length: int, chunk_size: int, descending: bool) -> Iterator[tuple[int, int]]:

@@ -29,7 +29,7 @@ from streambp_fx._torch import detect_fake_mode
 
 from .axes import Axes, Barrier, find_axes
 from .body_builder import RewriteError
-from .causal_masks import simplify_causal_masks
+from .causal_masks import MaskReport, simplify_causal_masks
 from .check import check_rewritten
 from .chunk_size import chunk_sizes
 from .cuts import Segments, choose_cuts
@@ -75,6 +75,10 @@ class History:
     graphs
         ``normalized`` and ``rewritten``: the graph before the analyses and the one with loops;
         ``forward`` and ``backward``: its halves, which run.
+    parameters
+        The names of the placeholders that are parameters.
+    masks
+        What was proven of each attention's mask.
     notes
         What the user may want to know of the Dynamo graph: attention that stays written out, and
         choices of kernels that are not honoured.
@@ -87,6 +91,8 @@ class History:
     unstreamed: str | None = None
     head_fused: bool = False
     notes: list[str] = field(default_factory=list)
+    parameters: set[str] = field(default_factory=set)
+    masks: list[MaskReport] = field(default_factory=list)
 
 
 def stream(
@@ -108,10 +114,11 @@ def stream(
     normal = _timed(history, "normalize", lambda: normalize(graph_module))
     history.graphs["normalized"] = normal
     _timed(history, "normalize_kernels", lambda: normalize_kernels(normal))
-    _timed(history, "simplify_causal_masks", lambda: simplify_causal_masks(normal))
+    history.masks = _timed(history, "simplify_causal_masks", lambda: simplify_causal_masks(normal))
     joint = read_joint(normal.graph, num_forward_outputs)
     roles = read_roles(joint, input_roles)
     parameters = {node for node, role in roles.items() if role is InputRole.PARAMETER}
+    history.parameters = {node.name for node in parameters}
     axis = find_sequence_axis(joint, roles)
     if axis is None:
         history.unstreamed = "no input has a sequence axis of two or more tokens"

@@ -36,7 +36,7 @@ from .cuts import Segments
 from .dataflow import JointGraph
 from .loops import LoopSpec, streambp_loop
 from .phases import Need, assign_phases, descends, finished_after_loop, is_tensor, needs
-from .placement import hint_of, value_of
+from .placement import hint_of, source_of, value_of
 from .rules.sizes import expr_of
 
 aten = torch.ops.aten
@@ -232,6 +232,7 @@ class _Rewriter:
             tuple(plan.results),
             chunk_size,
             descends(inside),
+            self.sizes.is_head(inside),
         )
         body = self.new.get_attr(self._body_name(plan, spec))
         length = self.size(self.axes.length)
@@ -239,6 +240,8 @@ class _Rewriter:
         loop.meta["stack_trace"] = produced[0].meta.get("stack_trace")
         values = [self._fake(node) for node in produced]
         loop.meta["val"] = tuple(values)
+        loop.meta["loop"] = spec
+        loop.meta["sources"] = tuple(dict.fromkeys(source_of(node) for node in inside))
         for index, (node, value) in enumerate(zip(produced, values, strict=True)):
             result = self.new.call_function(operator.getitem, (loop, index))
             result.meta["val"] = value

@@ -10,15 +10,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from types import FunctionType
 from typing import Any
 
 import torch
-from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 
-from streambp_fx._torch import FakeTensorMode, ShapeEnv, pytree
-from streambp_fx.backend import Compilation
+from streambp_fx.explaining.trace import trace
 from streambp_fx.options import Options
 from streambp_fx.passes.body import BodyPlan, LoopBody
 from streambp_fx.passes.lower import loop_nodes
@@ -40,27 +37,9 @@ def capture_bodies(
 
     Loops of a second graph (after a graph break) are called ``graph1.segment0`` and so on.
     """
-    compilations: list[Compilation] = []
-    uncompiled = dataclasses.replace(options, compile_bodies=False)
-
-    def backend(graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        # What runs is the graph as Dynamo gave it: the passes change theirs, and a loop over the
-        # chunks of a long sequence takes minutes on fake tensors.
-        original = copy.deepcopy(graph_module)
-        compilation = Compilation(uncompiled)
-        compilation.compile(graph_module, inputs)
-        compilations.append(compilation)
-        return original.forward
-
-    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
-        memo: dict[int, Any] = {}
-        program, args, kwargs = pytree.tree_map(
-            lambda leaf: _fake(leaf, memo), (program, tuple(args), dict(kwargs))
-        )
-        torch.compile(_with_own_cache(program), backend=backend, dynamic=False)(*args, **kwargs)
     bodies: dict[str, LoopBody] = {}
-    for index, compilation in enumerate(compilations):
-        rewritten = compilation.history.graphs.get("rewritten")
+    for index, history in enumerate(trace(program, args, kwargs, options)):
+        rewritten = history.graphs.get("rewritten")
         for node in loop_nodes(rewritten) if rewritten is not None else ():
             name = node.meta["loop"].name
             body = getattr(rewritten, str(node.args[0].target))  # type: ignore[union-attr]
@@ -90,36 +69,4 @@ def _plan_on_device(plan: BodyPlan, device: torch.device) -> BodyPlan:
             dataclasses.replace(meta, device=None if meta.device is None else device)
             for meta in plan.metas
         ],
-    )
-
-
-def _fake(leaf: Any, memo: dict[int, Any]) -> Any:
-    """A tensor or module without data like ``leaf``; other values are themselves."""
-    if isinstance(leaf, torch.nn.Module):
-        for tensor in (*leaf.parameters(), *leaf.buffers()):
-            memo.setdefault(id(tensor), _fake_tensor(tensor))
-        return copy.deepcopy(leaf, memo)
-    if isinstance(leaf, torch.Tensor):
-        return memo.setdefault(id(leaf), _fake_tensor(leaf))
-    return leaf
-
-
-def _fake_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(like, tensor.requires_grad)
-    return like.requires_grad_(tensor.requires_grad)
-
-
-def _with_own_cache(program: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls ``program``, with a code object of its own.
-
-    Dynamo counts and keeps compiled graphs by code object: those of this one are gone with it.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return program(*args, **kwargs)
-
-    return FunctionType(
-        call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__
     )

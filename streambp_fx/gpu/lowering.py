@@ -10,25 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import sympy
 import torch
 
-from streambp_fx._torch import (
-    GraphLowering,
-    MultiOutput,
-    TracingContext,
-    backed_size_oblivious,
-    compile_fx_inner,
-    disable_current_modes,
-    inductor_config,
-    tracing,
-)
+from streambp_fx._torch import GraphLowering, MultiOutput
 from streambp_fx.options import OptionError, parse_options
 from streambp_fx.passes.body import BodyPlan, LoopBody
+from streambp_fx.passes.lower_only import lower_only
 
 from .capture import capture_bodies, on_device
 from .device import pretended_gpu
@@ -37,8 +27,6 @@ from .wrapper_code import Buffer, Launch, Tensors, Wrapper, read_wrapper
 
 DEVICE = torch.device("cuda", 0)
 MEASURING = ("max_autotune", "max_autotune_gemm")
-NOT_NEEDED = {"fx_graph_cache": False, "compile_threads": 1}
-"""Inductor's settings here: nothing is compiled, so neither a cache nor workers have a use."""
 
 
 @dataclass(frozen=True)
@@ -125,8 +113,9 @@ def lower_for_gpu(
     bodies = capture_bodies(program, args, kwargs, parsed)
     for name, body in bodies.items():
         shared.setdefault(body.key, []).append(name)
-    with pretended_gpu(gpu), inductor_config.patch({**parsed.inductor, **NOT_NEEDED}):
-        return [_lower(bodies[names[0]], tuple(names), gpu) for names in shared.values()]
+    settings = dict(parsed.inductor)
+    with pretended_gpu(gpu):
+        return [_lower(bodies[names[0]], tuple(names), gpu, settings) for names in shared.values()]
 
 
 def write_lowered(bodies: list[LoweredBody], folder: Path) -> list[Path]:
@@ -150,26 +139,10 @@ def write_lowered(bodies: list[LoweredBody], folder: Path) -> list[Path]:
     return paths
 
 
-def _lower(body: LoopBody, loops: tuple[str, ...], target: Target) -> LoweredBody:
-    lowered: list[tuple[GraphLowering, str]] = []
-
-    def keep_code(graph: GraphLowering) -> Any:
-        code, _ = graph.codegen()
-        lowered.append((graph, code.value))
-        return SimpleNamespace(call=lambda args: ())
-
-    graph_module, mode = on_device(body, DEVICE).trace()
-    inputs = [node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")]
-    with (
-        disable_current_modes(),
-        torch.no_grad(),
-        backed_size_oblivious(),
-        tracing(TracingContext(mode)),
-        # Inductor would load the code, which compiles the kernels and needs a GPU's library.
-        patch.object(GraphLowering, "compile_to_module", keep_code),
-    ):
-        compile_fx_inner(graph_module, inputs)
-    ((graph, source),) = lowered
+def _lower(
+    body: LoopBody, loops: tuple[str, ...], target: Target, settings: dict[str, Any]
+) -> LoweredBody:
+    graph, source, inputs = lower_only(on_device(body, DEVICE), settings)
     names = _size_names(body.plan, inputs)
     tensors = _tensors(graph, names)
     wrapper: Wrapper = read_wrapper(source, tensors)

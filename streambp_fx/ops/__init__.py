@@ -2,4 +2,7 @@
 
 from . import accumulate, attention, philox
 
-__all__ = ["accumulate", "attention", "philox"]
+IMPLEMENTATIONS = {**accumulate.IMPLEMENTATIONS, **attention.IMPLEMENTATIONS}
+"""What an op does, as a function: for those who count what it allocates."""
+
+__all__ = ["IMPLEMENTATIONS", "accumulate", "attention", "philox"]

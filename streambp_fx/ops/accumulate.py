@@ -6,6 +6,9 @@ They are opaque to Inductor, which compiles them without a copy of the mutated b
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -89,6 +92,14 @@ for _name, _function in (
     ("read_chunk", read_chunk),
 ):
     _LIBRARY.impl(_name, _function, "CompositeExplicitAutograd")
+
+IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {
+    torch.ops.streambp.accumulate_.default: accumulate_,
+    torch.ops.streambp.accumulate_mm_.default: accumulate_mm_,
+    torch.ops.streambp.accumulate_index_put_.default: accumulate_index_put_,
+    torch.ops.streambp.write_chunk_.default: write_chunk_,
+    torch.ops.streambp.read_chunk.default: read_chunk,
+}
 
 torch.library.register_fake("streambp::read_chunk", _read_chunk_fake, lib=_LIBRARY)
 for _name in ("accumulate_", "accumulate_mm_", "accumulate_index_put_", "write_chunk_"):

@@ -17,6 +17,7 @@ gets 0, as from SDPA; a row whose bias is a finite fill (``finfo.min``) all over
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,7 +56,6 @@ torch.library.define(
 )
 
 
-@torch.library.impl("streambp::attention", "CompositeExplicitAutograd")
 @torch.no_grad()
 def _attention(
     query: Tensor,
@@ -73,7 +73,6 @@ def _attention(
     return forward_chunk(query, key, value, how)
 
 
-@torch.library.impl("streambp::attention_backward", "CompositeExplicitAutograd")
 @torch.no_grad()
 def _attention_backward(
     grad_out: Tensor,
@@ -98,7 +97,6 @@ def _attention_backward(
     return grad_query, grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
-@torch.library.impl("streambp::attention_chunk", "CompositeExplicitAutograd")
 @torch.no_grad()
 def _attention_chunk(
     query: Tensor,
@@ -119,7 +117,6 @@ def _attention_chunk(
     return forward_chunk(query, key, value, how)
 
 
-@torch.library.impl("streambp::attention_chunk_backward", "CompositeExplicitAutograd")
 @torch.no_grad()
 def _attention_chunk_backward(
     grad_out: Tensor,
@@ -216,6 +213,16 @@ def _backward(ctx: Any, grad_out: Tensor | None, _: Tensor | None) -> tuple[Tens
 
 
 torch.library.register_autograd("streambp::attention", _backward, setup_context=_save_for_backward)
+
+
+IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {
+    torch.ops.streambp.attention.default: _attention,
+    torch.ops.streambp.attention_backward.default: _attention_backward,
+    torch.ops.streambp.attention_chunk.default: _attention_chunk,
+    torch.ops.streambp.attention_chunk_backward.default: _attention_chunk_backward,
+}
+for _op, _function in IMPLEMENTATIONS.items():
+    torch.library.impl(_op.name(), "CompositeExplicitAutograd")(_function)
 
 
 def _rows_first(tensor: Tensor, dtype: torch.dtype) -> Tensor:

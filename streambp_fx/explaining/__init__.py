@@ -1,0 +1,1 @@
+"""What the backend makes of a program, found without running it."""

@@ -1,0 +1,141 @@
+"""What a step of a program would take at its peak without this backend.
+
+Each way is run on fake tensors, with every allocation counted: eager, gradient checkpointing as
+Hugging Face models have it, and ``torch.compile``, whose kernels do nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from streambp_fx._torch import FakeTensorMode, GraphLowering, ShapeEnv, inductor_config, pytree
+
+from .allocations import AllocationCounter
+from .body_memory import without_kernels
+from .trace import with_own_cache, without_data
+
+EAGER, CHECKPOINTING, COMPILED = "eager", "gradient checkpointing", "torch.compile"
+
+
+class NoLossError(ValueError):
+    """The program returns nothing that a backward could start from."""
+
+
+def peer_peak(
+    way: str, program: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> int | None:
+    """Peak bytes of one step above its start, with the parameters' gradients allocated.
+
+    Args:
+        way: one of `EAGER`, `CHECKPOINTING`, `COMPILED`.
+        program, args, kwargs: as of `explain`.
+
+    Returns:
+        ``None`` where no module of the program has gradient checkpointing to switch on.
+
+    Raises:
+        NoLossError: gradients are on, and the program returns no scalar to differentiate.
+    """
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
+        program, args, kwargs = without_data((program, tuple(args), dict(kwargs)))
+        leaves = pytree.tree_leaves((program, args, kwargs))
+        modules = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        for module in modules:
+            tensors += [*module.parameters(), *module.buffers()]
+        for tensor in list(tensors):
+            if tensor.requires_grad and torch.is_grad_enabled():
+                tensor.grad = torch.zeros_like(tensor)
+                tensors.append(tensor.grad)
+        if way == CHECKPOINTING and not _switch_on_checkpointing(modules):
+            return None
+        counter = AllocationCounter(tensors)
+        if way != COMPILED:
+            with counter:
+                _step(program, args, kwargs)
+            return counter.peak
+        compiled = torch.compile(with_own_cache(program), dynamic=False)
+        with _lowered_only(counter):
+            _step(compiled, args, kwargs)
+            counter.peak = 0
+            _step(compiled, args, kwargs)
+        return counter.peak
+
+
+def _step(program: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    loss = loss_of(program(*args, **kwargs))
+    if loss is not None:
+        loss.backward()
+
+
+def loss_of(outputs: Any) -> Tensor | None:
+    """The scalar that a training loop differentiates; ``None`` without gradients.
+
+    The output itself, its attribute or item ``loss``, or the first of several.
+
+    Raises:
+        NoLossError: there is none.
+    """
+    if not torch.is_grad_enabled():
+        return None
+    found = getattr(outputs, "loss", None)
+    if found is None and isinstance(outputs, Mapping):
+        found = outputs.get("loss")
+    if found is None:
+        found = next(iter(pytree.tree_leaves(outputs)), None)
+    if isinstance(found, Tensor) and found.numel() == 1:
+        return found if found.requires_grad else None
+    raise NoLossError(
+        "the program returns no scalar loss: neither itself, nor as `loss`, nor first of several"
+    )
+
+
+def _switch_on_checkpointing(modules: Sequence[nn.Module]) -> bool:
+    switched = False
+    for module in modules:
+        enable = getattr(module, "gradient_checkpointing_enable", None)
+        if enable is None:
+            continue
+        config: Any = getattr(module, "config", None)
+        if config is not None:
+            config.use_cache = False  # transformers does so itself, with a warning
+        with warnings.catch_warnings():
+            # The method has a new name in newer transformers, which older ones lack.
+            warnings.simplefilter("ignore", FutureWarning)
+            enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        switched = True
+    return switched
+
+
+@contextmanager
+def _lowered_only(counter: AllocationCounter) -> Iterator[None]:
+    """Have Inductor write no kernels, and ``counter`` see what its code allocates.
+
+    The counter is on inside of compiled code alone: Dynamo does not run compiled code under modes.
+    """
+
+    def keep(graph: GraphLowering) -> Any:
+        code, _ = graph.codegen()
+        call = without_kernels(code.value)
+
+        def counted(inputs: list[Any]) -> Any:
+            # Autograd makes a zero gradient for each output that none is given for.
+            counter.include(inputs)
+            with torch.no_grad(), counter:
+                return call(inputs)
+
+        return SimpleNamespace(call=counted)
+
+    with (
+        patch.object(GraphLowering, "compile_to_module", keep),
+        inductor_config.patch(fx_graph_cache=False),
+    ):
+        yield

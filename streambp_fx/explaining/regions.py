@@ -1,0 +1,157 @@
+"""The loops of a rewritten graph as a reader wants them: operands, order and why it is right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from ..passes.body import LoopBody
+from ..passes.lower import loop_nodes
+from ..passes.pipeline import History
+from .terms import Term, body_of, operand_terms
+
+streambp = torch.ops.streambp
+
+
+@dataclass(frozen=True)
+class Operand:
+    """What a loop is given.
+
+    ``how`` is ``"whole"``, ``"chunk"`` (of dim ``dim``), ``"past"`` (a buffer of the whole sequence
+    of which an iteration reads or writes what lies before its last token), ``"sum"`` (added to in
+    place) or ``"size"``.
+    """
+
+    name: str
+    how: str
+    dim: int | None
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None
+
+
+@dataclass(frozen=True)
+class Region:
+    """One loop.
+
+    body
+        The name of its body; loops with the same one share compiled code.
+    chunks
+        How often the body runs in the traced example.
+    order, reason
+        Ascending or descending, and why the result is that of the whole.
+    sources
+        The user's lines that its ops come from.
+    """
+
+    name: str
+    backward: bool
+    head: bool
+    body: str
+    calls: int
+    chunk_size: int
+    chunks: int
+    order: str
+    reason: str
+    operands: tuple[Operand, ...]
+    results: tuple[str, ...]
+    sources: tuple[str, ...]
+
+
+def regions(history: History) -> list[Region]:
+    """The loops of a graph's forward and backward, in the order in which they run."""
+    found: list[Region] = []
+    bodies: dict[object, str] = {}
+    for name in ("forward", "backward"):
+        graph_module = history.graphs.get(name)
+        if graph_module is not None:
+            found += _regions_of(graph_module, name == "backward", bodies)
+    return found
+
+
+def _regions_of(
+    graph_module: GraphModule, backward: bool, bodies: dict[object, str]
+) -> Iterator[Region]:
+    for loop in loop_nodes(graph_module):
+        body, spec = body_of(loop), loop.meta["loop"]
+        length = _int(loop.args[1])
+        yield Region(
+            spec.name,
+            backward,
+            spec.head,
+            bodies.setdefault(body.key, spec.name),
+            len(body.plan.calls),
+            spec.chunk_size,
+            max(1, -(-length // spec.chunk_size)),
+            "descending" if spec.descending else "ascending",
+            _reason(body, spec.descending),
+            tuple(_operands(loop, body)),
+            tuple(_results(loop)),
+            loop.meta.get("sources", ()),
+        )
+
+
+def _int(value: object) -> int:
+    if isinstance(value, Node):
+        value = value.meta["val"]
+    return int(value)  # type: ignore[call-overload]
+
+
+def _operands(loop: Node, body: LoopBody) -> Iterator[Operand]:
+    terms = operand_terms(body.plan)
+    past = _past_operands(body)
+    for index, (operand, node) in enumerate(zip(body.plan.operands, loop.args[2:], strict=True)):
+        value = node.meta.get("val") if isinstance(node, Node) else node
+        if not isinstance(value, Tensor):
+            yield Operand(str(node), "size", None, (), None)
+            continue
+        if operand.along is not None:
+            how = "chunk"
+        elif index in past:
+            how = "past"
+        else:
+            how = "sum" if terms.get(index) is Term.PARAMETER_GRADIENTS else "whole"
+        dim = None if operand.along is None else operand.along.dim
+        yield Operand(str(node), how, dim, tuple(map(int, value.shape)), value.dtype)
+
+
+def _past_operands(body: LoopBody) -> set[int]:
+    """Keys, values and their gradients, of which a causal chunk touches what is before its end."""
+    found: set[int] = set()
+    for call in body.plan.calls:
+        if call.target is streambp.write_chunk_.default:
+            arguments = call.args[:1]
+        elif call.target is streambp.attention_chunk.default and call.args[6] is True:
+            arguments = call.args[1:3]
+        elif call.target is streambp.attention_chunk_backward.default and call.args[11] is True:
+            arguments = (*call.args[2:4], *call.args[8:10])
+        else:
+            continue
+        found.update(ref.index for ref in arguments if ref.kind == "operand")
+    return found
+
+
+def _results(loop: Node) -> Iterator[str]:
+    for result, value in zip(loop.meta["loop"].results, loop.meta["val"], strict=True):
+        shape = "x".join(str(int(size)) for size in value.shape) or "scalar"
+        if result.buffer is not None:
+            yield f"sum {shape}"
+        else:
+            yield f"concatenated along dim {result.along.dim}: {shape}"
+
+
+def _reason(body: LoopBody, descending: bool) -> str:
+    targets = {call.target for call in body.plan.calls}
+    sums = any(result.buffer is not None for result in body.plan.results)
+    if streambp.attention_chunk_backward.default in targets and descending:
+        return (
+            "every later chunk has added its share to a chunk's gradients of keys and values "
+            "before that chunk is reached"
+        )
+    if streambp.write_chunk_.default in targets:
+        return "a chunk's keys and values are written before it or a later chunk reads them"
+    reason = "no chunk reads what another one makes, so that any order is right"
+    return f"{reason}; sums are over chunks" if sums else reason
