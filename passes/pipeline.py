@@ -2,6 +2,7 @@
 
     replay_random_ops    random numbers become a function of a seed and the position
     normalize            aliases and repeats go
+    compare_one_hots     scatters of one value become comparisons
     normalize_kernels    attention kernels that calls hid become our op
     simplify_causal_masks  masks that are proven causal are never built
     find_axes            where the sequence axis runs, what is a barrier
@@ -16,6 +17,7 @@ The graphs are kept in `History`, with the seconds each pass took.
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +47,7 @@ from .inputs import (
 from .loops import LoopSpec
 from .normalize import normalize
 from .normalize_kernels import normalize_kernels
+from .one_hot import compare_one_hots
 from .placement import source_of
 from .random_ops import replay_random_ops
 from .rewrite import Rewritten, rewrite
@@ -75,6 +78,8 @@ class History:
     graphs
         ``normalized`` and ``rewritten``: the graph before the analyses and the one with loops;
         ``forward`` and ``backward``: its halves, which run.
+    keep_copies
+        Also keep a copy of the graph after each pass that works in place, by the pass's name.
     parameters
         The names of the placeholders that are parameters.
     masks
@@ -93,6 +98,13 @@ class History:
     notes: list[str] = field(default_factory=list)
     parameters: set[str] = field(default_factory=set)
     masks: list[MaskReport] = field(default_factory=list)
+    keep_copies: bool = False
+
+    def keep(self, name: str, graph_module: GraphModule) -> None:
+        """Keep a copy of a graph that later passes change, where copies are wanted."""
+        if self.keep_copies:
+            copied = GraphModule(graph_module, copy.deepcopy(graph_module.graph))
+            self.graphs[name] = copied
 
 
 def stream(
@@ -110,11 +122,16 @@ def stream(
         )
         for node, why in left
     ]
+    history.keep("replay_random_ops", graph_module)
     guards = _guards(graph_module)
     normal = _timed(history, "normalize", lambda: normalize(graph_module))
     history.graphs["normalized"] = normal
+    history.keep("normalize", normal)
+    _timed(history, "compare_one_hots", lambda: compare_one_hots(normal))
     _timed(history, "normalize_kernels", lambda: normalize_kernels(normal))
+    history.keep("normalize_kernels", normal)
     history.masks = _timed(history, "simplify_causal_masks", lambda: simplify_causal_masks(normal))
+    history.keep("simplify_causal_masks", normal)
     joint = read_joint(normal.graph, num_forward_outputs)
     roles = read_roles(joint, input_roles)
     parameters = {node for node, role in roles.items() if role is InputRole.PARAMETER}
@@ -128,6 +145,7 @@ def stream(
         fused = _timed(history, "fuse_head", partial(fuse_head, joint, *analysis))
         if fused is not None:
             history.head_fused = True
+            history.keep("fuse_head", normal)
             joint = read_joint(normal.graph, num_forward_outputs, fused.kept, fused.scaled)
             analysis = _analyse(joint, axis, parameters, history)
     if analysis is None:

@@ -81,10 +81,13 @@ class Compilation:
     def compile(
         self, graph_module: GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
+        self.history.keep("captured", graph_module)
         self._normalize_attention(graph_module)
+        self.history.keep("normalize_attention", graph_module)
         deferral = defer_outputs(
             graph_module, example_inputs, keep_outputs=self.options.keep_outputs
         )
+        self.history.keep("defer_outputs", graph_module)
         self.roles = _input_roles(graph_module, example_inputs)
         compiler = aot_autograd(
             fw_compiler=self._run_graph,
@@ -139,6 +142,9 @@ class Compilation:
     def _report(self) -> None:
         report = Report.of(self.history)
         record(report)
+        log.info("%s", report.summary())
+        for detail in report.details():
+            log.debug("%s", detail)
         if self.options.on_barrier == "ignore" or not report.problems():
             return
         message = "not all of the graph is streamed:\n  " + "\n  ".join(report.problems())

@@ -52,6 +52,39 @@ class Report:
         lines = [str(barrier) for barrier in self.barriers]
         return [self.unstreamed, *lines] if self.unstreamed else lines
 
+    def summary(self) -> str:
+        """One line: what was streamed, in how many loops, and what was not."""
+        if self.unstreamed is not None:
+            return f"streamed nothing: {self.unstreamed}"
+        chunks = sorted({loop.chunk_size for loop in self.loops if not loop.head})
+        heads = sorted({loop.chunk_size for loop in self.loops if loop.head})
+        parts = [f"streamed in {_count(len(self.loops), 'loop')}"]
+        if chunks:
+            parts.append(f"chunks of {' and '.join(map(str, chunks))} tokens")
+        if heads:
+            fused = ", forward and backward in one loop" if self.head_fused else ""
+            parts.append(f"the head in chunks of {' and '.join(map(str, heads))}{fused}")
+        left = len(self.barriers)
+        parts.append(f"{_count(left, 'op')} left unstreamed" if left else "all streamed")
+        parts.append(f"{sum(self.seconds.values()):.1f} s of passes")
+        return "; ".join(parts)
+
+    def details(self) -> list[str]:
+        """A line for each loop, unstreamed op, note and pass."""
+        loops = [
+            f"loop {loop.name}: chunks of {loop.chunk_size} tokens, "
+            f"{'last to first' if loop.descending else 'first to last'}"
+            f"{', the head' if loop.head else ''}"
+            for loop in self.loops
+        ]
+        barriers = [f"unstreamed: {barrier}" for barrier in self.barriers]
+        passes = [f"pass {name}: {seconds:.2f} s" for name, seconds in self.seconds.items()]
+        return [*loops, *barriers, *self.notes, *passes]
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}" if number == 1 else f"{number} {word}s"
+
 
 _last: list[Report] = []
 

@@ -49,6 +49,7 @@ def trace(
         # chunks of a long sequence takes minutes on fake tensors.
         original = copy.deepcopy(graph_module)
         compilation = Compilation(as_planned)
+        compilation.history.keep_copies = True
         compilation.compile(graph_module, inputs)
         histories.append(compilation.history)
         on_graph(compilation.history)
