@@ -121,7 +121,13 @@ def _in_bodies(rewritten: Rewritten, target: Any) -> list[BodyCall]:
 
 
 def test_wide_constants_are_computed_inside() -> None:
-    captured = gpt()
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        floor = torch.full((BATCH, LENGTH, VOCAB), -0.1, dtype=x.dtype)
+        return torch.maximum(F.linear(x, w), floor).sum()
+
+    x = torch.randn(BATCH, LENGTH, HIDDEN, dtype=torch.float64, requires_grad=True)
+    w = torch.nn.Parameter(torch.randn(VOCAB, HIDDEN, dtype=torch.float64))
+    captured = capture(program, x, w)
     wide = [n for n in calls(captured.graph_module.graph, aten.full.default) if _wide([n])]
     assert wide, "the case has no tokens x vocabulary constant"
     rewritten = captured.rewrite()

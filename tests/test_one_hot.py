@@ -1,0 +1,70 @@
+"""`compare_one_hots`: a scatter of one value into a constant becomes a comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from streambp_fx.passes.one_hot import compare_one_hots
+from tests.joint_graphs import calls, capture, run_graph
+
+aten = torch.ops.aten
+LABELS = torch.tensor([[4, 0, 6], [2, 2, 5]])
+
+
+def one_hot(x: Tensor, labels: Tensor) -> Tensor:
+    return x * torch.zeros(2, 3, 7, dtype=x.dtype).scatter(-1, labels[..., None], 1.5)
+
+
+def middle_dim(x: Tensor, labels: Tensor) -> Tensor:
+    return x * torch.full((2, 7, 3), -2.0, dtype=x.dtype).scatter(1, labels[:, None], 0.5).mT
+
+
+def cross_entropy(x: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(x.flatten(0, 1), labels.flatten(), ignore_index=2)
+
+
+def two_places(x: Tensor, labels: Tensor) -> Tensor:
+    index = torch.stack([labels, labels.flip(0)], -1)
+    return x * torch.zeros(2, 3, 7, dtype=x.dtype).scatter(-1, index, 1.0)
+
+
+def into_values(x: Tensor, labels: Tensor) -> Tensor:
+    return x.scatter(-1, labels[..., None], 1.0)
+
+
+def some_rows(x: Tensor, labels: Tensor) -> Tensor:
+    return x * torch.zeros(2, 3, 7, dtype=x.dtype).scatter(-1, labels[:, :2, None], 1.0)
+
+
+def rewritten(program: Callable[..., Tensor]) -> tuple[Any, int]:
+    """The joint graph after the pass, which computes the same, and its number of scatters."""
+    x = torch.linspace(-1.0, 2.0, 42, dtype=torch.float64).view(2, 3, 7).requires_grad_()
+    captured = capture(lambda x, labels: program(x, labels).sum(), x, LABELS)
+    module = captured.graph_module
+    right = run_graph(module, captured.inputs())
+    compare_one_hots(module)
+    module.graph.lint()
+    left = run_graph(module, captured.inputs())
+    torch.testing.assert_close(left, right, rtol=0, atol=0)
+    return module.graph, len(calls(module.graph, aten.scatter.value))
+
+
+@pytest.mark.parametrize("program", [one_hot, middle_dim, cross_entropy])
+def test_becomes_a_comparison(program: Callable[..., Tensor]) -> None:
+    graph, scatters = rewritten(program)
+    assert scatters == 0
+    assert calls(graph, aten.eq.Tensor)
+    chosen = [node.meta["val"] for node in calls(graph, aten.where.self)]
+    assert any(7 in value.shape and value.dtype == torch.float64 for value in chosen)
+
+
+@pytest.mark.parametrize("program", [two_places, into_values, some_rows])
+def test_other_scatters_stay(program: Callable[..., Tensor]) -> None:
+    _, scatters = rewritten(program)
+    assert scatters >= 1
