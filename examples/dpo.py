@@ -26,10 +26,11 @@ def main() -> None:
                 "rejected": " " + tiny.count_up(37 * i + 8, length // 2, step=-1),
             }
         )
+    settings = {**tiny.training(arguments.steps), "learning_rate": 1e-4}
     trainer = DPOTrainer(
         tiny.model(),
         ref_model=tiny.model(),
-        args=DPOConfig(**tiny.training(arguments.steps), max_length=arguments.tokens + 2),
+        args=DPOConfig(**settings, max_length=arguments.tokens + 2),
         train_dataset=Dataset.from_list(pairs),
         processing_class=tiny.tokenizer(),
     )
