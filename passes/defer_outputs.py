@@ -57,6 +57,9 @@ SMALL_PER_TOKEN = 64
 """A matrix output with at most this many elements per token (of the largest integer input) stays:
 it costs less than one layer's saved input."""
 
+HIDDEN_STATE_DIMS = 3
+"""``[batch, tokens, width]``; a cache has a dim more, for its heads."""
+
 WORTH = 4
 """An output earlier than the last is computed from its frontier only where that holds this factor
 fewer bytes. Else the K/V cache of every layer would hold that layer's hidden state."""
@@ -186,6 +189,9 @@ def _choose(graph: Graph, outputs: Sequence[Node]) -> dict[Node, Frontier | None
         if not chosen or node in kept:
             # One tensor at most the size of a hidden state may stay: a model with few classes.
             frontier = frontier or itself(node)
+        elif example_of(node).ndim == HIDDEN_STATE_DIMS:
+            # Layers' inputs are saved for backward anyway; and they are returned on request alone.
+            frontier = itself(node)
         elif frontier and frontier.bytes(kept) * WORTH > byte_hint(example_of(node)):
             frontier = None
         chosen[node] = frontier

@@ -164,7 +164,7 @@ def test_repeated_and_small_outputs() -> None:
     torch.testing.assert_close(best, first.argmax(-1))
 
 
-def test_last_hidden_state_is_given_because_the_logits_hold_it() -> None:
+def test_hidden_states_are_given() -> None:
     def function(ids: Tensor) -> Any:
         early = model.embed(ids)
         hidden = model.inner(early).tanh()
@@ -174,8 +174,10 @@ def test_last_hidden_state_is_given_because_the_logits_hold_it() -> None:
     model = Head()
     out = torch.compile(function, backend=Backend())(token_ids())
     want = function(token_ids())
-    torch.testing.assert_close(out[2].detach() + 0, want[2].detach())
-    torch.testing.assert_close(out[1].detach() + 0, want[1].detach())
+    for position in (1, 2, 3):
+        torch.testing.assert_close(out[position].detach() + 0, want[position].detach())
+    with pytest.raises(DeferredOutputError, match="keep_outputs"):
+        (out[0] + out[3].sum()).backward()
 
 
 @pytest.mark.parametrize("inside", [True, False])
