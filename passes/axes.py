@@ -182,6 +182,8 @@ def _visit(axes: Axes, node: Node) -> None:
         else:
             live = [None if place is None else _anchored(axes, place) for place in live]
     if not any(place is not None for place in live):
+        if prologue and _is_ids(node, axes.length):
+            axes.place[node] = (Streamed(1),)
         if node.target is ATTENTION and not prologue:
             _barrier(axes, node, live, "its sequence is not the streamed one (another length)")
         return
@@ -200,6 +202,18 @@ def _visit(axes: Axes, node: Node) -> None:
     reason = _apply_rule(axes, node, live, prologue)
     if reason is not None and not prologue:
         _barrier(axes, node, live, reason)
+
+
+def _is_ids(node: Node, length: Size) -> bool:
+    """Whether a value that no input labels may be the tokens, ``cat([prompt, completion], 1)``."""
+    value = value_of(node)
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dim() == 2
+        and not value.is_floating_point()
+        and same_size(value.shape[1], length)
+        and not same_size(value.shape[0], length)
+    )
 
 
 def _note_part(axes: Axes, node: Node, place: Streamed) -> None:

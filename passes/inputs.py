@@ -13,7 +13,7 @@ from enum import Enum
 import torch
 from torch.fx import Node
 
-from .axes import Axes
+from .axes import ATTENTION, Axes
 from .dataflow import JointGraph
 from .placement import Size, Streamed, hint_of, value_of
 from .rules.sizes import expr_of, same_size
@@ -36,21 +36,33 @@ class SequenceAxis:
     inputs: dict[Node, Streamed]
 
 
-def find_sequence_axis(joint: JointGraph, roles: dict[Node, InputRole]) -> SequenceAxis | None:
-    """The sequence axis of the graph's data inputs, or ``None`` where there is none to stream."""
+def find_sequence_axes(joint: JointGraph, roles: dict[Node, InputRole]) -> list[SequenceAxis]:
+    """What the sequence axis may be, the likeliest first; empty where there is none to stream.
+
+    That of the data inputs; then the lengths of attention, longest first, which a program may have
+    put together from several inputs (``cat([prompt, completion], 1)``).
+    """
     data = [
         node
         for node in joint.primals
         if roles[node] is InputRole.DATA and isinstance(value_of(node), torch.Tensor)
     ]
+    found: list[tuple[Size, int]] = []
     lead = _leading_input(data)
-    if lead is None:
-        return None
-    node, dim = lead
-    length = value_of(node).shape[dim]
-    if hint_of(length) < 2:
-        return None
-    batch = hint_of(value_of(node).shape[0]) if dim > 0 else 1
+    if lead is not None:
+        node, dim = lead
+        shape = value_of(node).shape
+        found.append((shape[dim], hint_of(shape[0]) if dim > 0 else 1))
+    queries = [
+        value_of(node.all_input_nodes[0]).shape for node in joint.order if node.target is ATTENTION
+    ]
+    for shape in sorted(queries, key=lambda shape: -hint_of(shape[2])):
+        if not any(same_size(shape[2], length) for length, _ in found):
+            found.append((shape[2], hint_of(shape[0])))
+    return [_axis(data, length, batch) for length, batch in found if hint_of(length) >= 2]
+
+
+def _axis(data: list[Node], length: Size, batch: int) -> SequenceAxis:
     inputs: dict[Node, Streamed] = {}
     for other in data:
         at = _dim_of_length(value_of(other), length)

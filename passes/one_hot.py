@@ -86,7 +86,7 @@ class _Emitter:
         self, target: Any, args: tuple[Any, ...], shape: Any, dtype: torch.dtype, **settings: Any
     ) -> Node:
         """A new tensor, made on the scatter's device."""
-        where = {"dtype": dtype, "device": self.like.device}
+        where: dict[str, Any] = {"dtype": dtype, "device": self.like.device}
         node = self.graph.call_function(target, args, {**settings, **where})
         self._describe(node, shape, dtype)
         return node

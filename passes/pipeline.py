@@ -29,7 +29,7 @@ from torch.fx import GraphModule, Node
 
 from streambp_fx._torch import detect_fake_mode
 
-from .axes import Axes, Barrier, find_axes
+from .axes import ATTENTION, Axes, Barrier, find_axes
 from .body_builder import RewriteError
 from .causal_masks import MaskReport, simplify_causal_masks
 from .check import check_rewritten
@@ -40,7 +40,7 @@ from .fuse_head import fuse_head
 from .inputs import (
     InputRole,
     SequenceAxis,
-    find_sequence_axis,
+    find_sequence_axes,
     label_tangents,
     read_roles,
 )
@@ -48,7 +48,7 @@ from .loops import LoopSpec
 from .normalize import normalize
 from .normalize_kernels import normalize_kernels
 from .one_hot import compare_one_hots
-from .placement import source_of
+from .placement import hint_of, source_of
 from .random_ops import replay_random_ops
 from .rewrite import Rewritten, rewrite
 from .stages import assign_stages
@@ -80,6 +80,8 @@ class History:
         ``forward`` and ``backward``: its halves, which run.
     keep_copies
         Also keep a copy of the graph after each pass that works in place, by the pass's name.
+    tokens
+        The length of the sequence axis in the traced example; 0 where there is none.
     parameters
         The names of the placeholders that are parameters.
     masks
@@ -95,6 +97,7 @@ class History:
     loops: list[LoopSpec] = field(default_factory=list)
     unstreamed: str | None = None
     head_fused: bool = False
+    tokens: int = 0
     notes: list[str] = field(default_factory=list)
     parameters: set[str] = field(default_factory=set)
     masks: list[MaskReport] = field(default_factory=list)
@@ -136,10 +139,11 @@ def stream(
     roles = read_roles(joint, input_roles)
     parameters = {node for node, role in roles.items() if role is InputRole.PARAMETER}
     history.parameters = {node.name for node in parameters}
-    axis = find_sequence_axis(joint, roles)
+    axis = _choose_axis(joint, find_sequence_axes(joint, roles), parameters)
     if axis is None:
         history.unstreamed = "no input has a sequence axis of two or more tokens"
         return None
+    history.tokens = hint_of(axis.length)
     analysis = _analyse(joint, axis, parameters, history)
     if analysis is not None and joint.tangents:
         fused = _timed(history, "fuse_head", partial(fuse_head, joint, *analysis))
@@ -174,6 +178,20 @@ def stream(
     history.graphs["rewritten"] = rewritten.graph_module
     history.loops += rewritten.loops
     return rewritten
+
+
+def _choose_axis(
+    joint: JointGraph, candidates: list[SequenceAxis], parameters: set[Node]
+) -> SequenceAxis | None:
+    """The likeliest of the candidates along which most attention calls stream."""
+    if len(candidates) < 2:
+        return candidates[0] if candidates else None
+
+    def streamed(axis: SequenceAxis) -> int:
+        axes = find_axes(joint.graph, axis.length, axis.inputs, parameters, joint.scaled)
+        return sum(axes.in_loop(node) for node in joint.order if node.target is ATTENTION)
+
+    return max(candidates, key=streamed)
 
 
 def _guards(graph_module: GraphModule) -> int:

@@ -25,7 +25,7 @@ from streambp_fx.passes.dataflow import JointGraph, read_joint
 from streambp_fx.passes.decompositions import decompositions
 from streambp_fx.passes.inputs import (
     InputRole,
-    find_sequence_axis,
+    find_sequence_axes,
     label_tangents,
     read_roles,
 )
@@ -98,8 +98,7 @@ class Captured:
         simplify_causal_masks(normal)
         joint = read_joint(normal.graph, self.num_forward_outputs)
         roles = read_roles(joint, self.roles)
-        axis = find_sequence_axis(joint, roles)
-        assert axis is not None
+        axis = find_sequence_axes(joint, roles)[0]
         parameters = {node for node, role in roles.items() if role is InputRole.PARAMETER}
         forward = find_axes(joint.graph, axis.length, axis.inputs, parameters)
         inputs = {**axis.inputs, **label_tangents(joint, forward)}

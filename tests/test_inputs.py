@@ -1,6 +1,8 @@
-"""`find_sequence_axis` and `label_tangents`: which dims of inputs and tangents are tokens."""
+"""`find_sequence_axes` and `label_tangents`: which dims of inputs and tangents are tokens."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
@@ -10,12 +12,15 @@ from torch.fx import Graph
 from streambp_fx.passes.dataflow import read_joint
 from streambp_fx.passes.inputs import (
     InputRole,
-    find_sequence_axis,
+    find_sequence_axes,
     label_tangents,
     read_roles,
 )
 from streambp_fx.passes.placement import Streamed
+from tests.backend import assert_streamed_whole, needs_report, streamed
 from tests.joint_graphs import aten, axes_of
+from tests.models import make_batch
+from tests.own_models import LogitsOnly
 
 B, T, D = 2, 5, 3
 IDS = torch.zeros(B, T, dtype=torch.int64)
@@ -32,9 +37,10 @@ def _axis(
         node.meta["val"] = value
     graph.output(())
     joint = read_joint(graph, 0)
-    found = find_sequence_axis(joint, read_roles(joint, [InputRole.PARAMETER] * parameters))
-    if found is None:
+    axes = find_sequence_axes(joint, read_roles(joint, [InputRole.PARAMETER] * parameters))
+    if not axes:
         return None
+    (found,) = axes
     assert isinstance(found.length, int)
     return found.length, found.batch, [found.inputs.get(node) for node in nodes]
 
@@ -73,6 +79,27 @@ def test_parameters_have_no_sequence_axis() -> None:
 @pytest.mark.parametrize("value", [IDS[:, :1], torch.tensor(1.0), 7])
 def test_nothing_to_stream(value: Tensor | int) -> None:
     assert _axis(value) is None
+
+
+def prompt_and_completion(model: LogitsOnly, prompt: Tensor, completion: Tensor) -> Tensor:
+    logits = model(torch.cat([prompt, completion], 1))[:, prompt.shape[1] - 1 : -1]
+    chosen = logits.log_softmax(-1).gather(-1, completion[..., None])
+    return -chosen.mean()
+
+
+@needs_report
+@pytest.mark.parametrize("sizes", [(7, 14), (14, 7)])
+def test_the_axis_of_inputs_that_the_program_joins(sizes: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    model = LogitsOnly().double()
+    ids = make_batch(3, sum(sizes))["input_ids"]
+    parts = ids.split(list(sizes), 1)
+    parameters = list(model.parameters())
+    want = torch.autograd.grad(prompt_and_completion(model, *parts), parameters)
+    function = streamed(partial(prompt_and_completion, model), chunk_size=4)
+    got = torch.autograd.grad(function(*parts), parameters)
+    assert_streamed_whole()
+    torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-13)
 
 
 def test_tangents_get_the_positions_of_their_outputs() -> None:
