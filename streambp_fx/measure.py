@@ -152,7 +152,18 @@ def paired_ratio(times: Sequence[float], baseline: Sequence[float]) -> Quartiles
 def gradient_error(
     gradients: Mapping[str, torch.Tensor | None], reference: Mapping[str, torch.Tensor | None]
 ) -> float:
-    """The worst parameter's ``|g - r| / |r|``, in Euclidean norm and fp64.
+    """The worst parameter's error, as `gradient_errors` has it.
+
+    Raises:
+        ValueError: the two name different parameters.
+    """
+    return max(gradient_errors(gradients, reference).values(), default=0.0)
+
+
+def gradient_errors(
+    gradients: Mapping[str, torch.Tensor | None], reference: Mapping[str, torch.Tensor | None]
+) -> dict[str, float]:
+    """Each parameter's ``|g - r| / |r|``, in Euclidean norm and fp64.
 
     A parameter whose reference gradient is next to nothing (under `NORM_FLOOR` of the whole
     gradient's norm) is held against that floor instead: rounding alone is then all it has. One
@@ -167,7 +178,7 @@ def gradient_error(
     wanted = {name: grad.double() for name, grad in reference.items() if grad is not None}
     norms = {name: float(grad.norm()) for name, grad in wanted.items()}
     floor = NORM_FLOOR * sum(norm**2 for norm in norms.values()) ** 0.5
-    worst = 0.0
+    errors: dict[str, float] = {}
     for name, grad in gradients.items():
         if grad is None or name not in wanted:
             error = 0.0 if grad is None and name not in wanted else float("inf")
@@ -175,5 +186,5 @@ def gradient_error(
             difference = float((grad.double() - wanted[name]).norm())
             scale = max(norms[name], floor)
             error = difference / scale if scale else (float("inf") if difference else 0.0)
-        worst = max(worst, float("inf") if error != error else error)
-    return worst
+        errors[name] = float("inf") if error != error else error
+    return errors

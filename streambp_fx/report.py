@@ -26,6 +26,8 @@ class Report:
     head_fused
         Whether forward and backward of the head are one loop, which computes the logits once.
         They are two where the gradient of a token waits for a sum over all of them.
+    tokens
+        The length of the sequence axis in the traced example; 0 where there is none.
     """
 
     barriers: tuple[Barrier, ...]
@@ -34,6 +36,7 @@ class Report:
     seconds: dict[str, float]
     notes: tuple[str, ...] = ()
     head_fused: bool = False
+    tokens: int = 0
 
     @classmethod
     def of(cls, history: History) -> Report:
@@ -45,6 +48,7 @@ class Report:
             dict(history.seconds),
             tuple(history.notes),
             history.head_fused,
+            history.tokens,
         )
 
     def problems(self) -> list[str]:
@@ -58,7 +62,7 @@ class Report:
             return f"streamed nothing: {self.unstreamed}"
         chunks = sorted({loop.chunk_size for loop in self.loops if not loop.head})
         heads = sorted({loop.chunk_size for loop in self.loops if loop.head})
-        parts = [f"streamed in {_count(len(self.loops), 'loop')}"]
+        parts = [f"streamed {self.tokens} tokens in {_count(len(self.loops), 'loop')}"]
         if chunks:
             parts.append(f"chunks of {' and '.join(map(str, chunks))} tokens")
         if heads:

@@ -20,12 +20,16 @@ from ..ops import IMPLEMENTATIONS
 
 
 class AllocationCounter(TorchDispatchMode):
-    """Bytes alive and their peak while a with-block runs, without storages that are older."""
+    """Bytes alive and their peak while a with-block runs, without storages that are older.
+
+    ``course`` has the bytes that were alive after each allocation and each free.
+    """
 
     def __init__(self, older: list[Tensor]) -> None:
         super().__init__()
         self.alive = 0
         self.peak = 0
+        self.course: list[int] = []
         self._known: dict[int, Any] = {}
         for tensor in older:
             self._watch(tensor, 0)
@@ -58,11 +62,13 @@ class AllocationCounter(TorchDispatchMode):
             return
         self._known[key] = weakref.finalize(storage, self._drop, key, size)
         self.alive += size
+        self.course.append(self.alive)
         self.peak = max(self.peak, self.alive)
 
     def _drop(self, key: int, size: int) -> None:
         del self._known[key]
         self.alive -= size
+        self.course.append(self.alive)
 
 
 def peak_of(run: Callable[[], Any], older: list[Tensor]) -> int:

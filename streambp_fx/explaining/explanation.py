@@ -4,19 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from torch import Tensor, nn
 from torch.fx import GraphModule
+
+from streambp_fx._torch import pytree
 
 from ..options import parse_options
 from ..passes.axes import Barrier
 from ..passes.causal_masks import MaskReport
 from ..passes.pipeline import History
 from .body_memory import CompiledWorkspace, eager_workspace
-from .peers import CHECKPOINTING, COMPILED, EAGER, peer_peak
+from .body_text import bodies
+from .peers import CHECKPOINTING, COMPILED, EAGER, PeerMemory, peer_memory
+from .progress import progress
+from .proofs import AttentionProof, attention_proofs
 from .regions import Region, regions
 from .step_memory import Moment, StepMemory, Workspace, predict
 from .trace import trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -25,10 +35,14 @@ class ExplainedGraph:
 
     regions
         The loops, in the order in which they run.
+    bodies
+        The ops of each distinct loop body as lines of text, by `Region.body`.
     barriers
         Ops that run whole, with the user's source line, the reason and the bytes.
+    attentions
+        What is known of the mask of each attention, and how.
     masks
-        What was proven of the mask of each attention.
+        The reports of the pass that simplifies masks, of forward and backward.
     notes
         Attention that stays written out, and choices of kernels that are not honoured.
     unstreamed
@@ -38,15 +52,16 @@ class ExplainedGraph:
     memory
         What is alive at each moment of a step.
     graphs
-        ``normalized``: before the analyses; ``rewritten``: the joint graph with loops;
-        ``forward`` and ``backward``: its halves. ``print_readable()`` shows them, loop bodies
-        included, and `GraphModule.code` is Python that runs.
+        ``captured`` by Dynamo; after each pass that works in place, by its name; ``rewritten``:
+        the joint graph with loops; ``forward`` and ``backward``: its halves.
     seconds
         Time of each pass.
     """
 
     regions: tuple[Region, ...]
+    bodies: Mapping[str, tuple[str, ...]] = field(repr=False)
     barriers: tuple[Barrier, ...]
+    attentions: tuple[AttentionProof, ...]
     masks: tuple[MaskReport, ...]
     notes: tuple[str, ...]
     unstreamed: str | None
@@ -55,20 +70,51 @@ class ExplainedGraph:
     graphs: Mapping[str, GraphModule] = field(repr=False)
     seconds: Mapping[str, float] = field(repr=False)
 
+    def print_readable(self, name: str, *, print_output: bool = True) -> str:
+        """The graph called ``name``, with shapes and the user's source lines.
+
+        Raises:
+            KeyError: there is no such graph.
+        """
+        text: str = self.graphs[name].print_readable(print_output=print_output)
+        return text
+
+    def python(self, name: str) -> str:
+        """The graph called ``name``, loop bodies included, as a Python module that runs.
+
+        ``Program().forward(*inputs)`` of that module does what the graph does.
+
+        Raises:
+            KeyError: there is no such graph.
+            ValueError: it holds something that can not be written as Python.
+        """
+        from .source import to_python
+
+        return to_python(self.graphs[name], f"The graph {name!r} of one program.")
+
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `explain` found.
+    """What `explain` found; prints as tables, in a terminal and in a notebook.
 
+    program
+        What was explained: its name, and the shapes and dtypes of its arguments.
+    options
+        Of the backend, as given.
     graphs
         One for each graph that Dynamo captures; more than one after graph breaks.
     peers
         Peak bytes that the same step takes in eager, with gradient checkpointing and with
         ``torch.compile``; why not, where that could not be found.
+    peer_courses
+        For each of them that was found, the bytes alive after each allocation and each free.
     """
 
+    program: str
+    options: Mapping[str, Any]
     graphs: tuple[ExplainedGraph, ...]
     peers: Mapping[str, int | str]
+    peer_courses: Mapping[str, tuple[int, ...]] = field(repr=False)
 
     @property
     def peak(self) -> Moment:
@@ -80,6 +126,39 @@ class Explanation:
     def barriers(self) -> tuple[Barrier, ...]:
         """The barriers of all graphs."""
         return tuple(barrier for graph in self.graphs for barrier in graph.barriers)
+
+    @property
+    def streams_everything(self) -> bool:
+        """Whether nothing is left that runs on the whole sequence."""
+        return not self.barriers and all(graph.unstreamed is None for graph in self.graphs)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of the report but its graphs, of values that JSON has."""
+        from .data import as_data
+
+        return as_data(self)
+
+    def to_html(self, path: str | Path) -> Path:
+        """Write the report as one page that needs no other file and no network.
+
+        Returns:
+            The path that was written.
+        """
+        from .page import to_page
+
+        path = Path(path)
+        path.write_text(to_page(self), encoding="utf-8")
+        return path
+
+    def plot_memory(self) -> Figure:
+        """A figure of the memory over one step by term, and of the ways it is compared with.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        from .plots import plot_memory
+
+        return plot_memory(self)
 
     def __str__(self) -> str:
         from .text import to_text
@@ -101,7 +180,7 @@ def explain(
     *args: Any,
     options: Mapping[str, Any] | None = None,
     peers: Sequence[str] = (EAGER, CHECKPOINTING, COMPILED),
-    on_progress: Callable[[str], object] = lambda text: None,
+    on_progress: Callable[[str], object] | None = None,
     **kwargs: Any,
 ) -> Explanation:
     """Trace a training or evaluation step as the backend does, without running it.
@@ -116,7 +195,8 @@ def explain(
         options: as given to ``torch.compile(..., backend="streambp", options=...)``.
         peers: the ways to compare with, of ``"eager"``, ``"gradient checkpointing"`` and
             ``"torch.compile"``. The last takes longest, since Inductor lowers the whole graph.
-        on_progress: called with a line of text as things get done.
+        on_progress: called with a line of text as things get done; by default a terminal shows a
+            bar.
 
     Raises:
         OptionError: an unknown option or a bad value.
@@ -132,25 +212,34 @@ def explain(
     workspace: Workspace = eager_workspace
     if parsed.compile_bodies:
         workspace = CompiledWorkspace(dict(parsed.inductor))
-    on_progress("tracing")
-    histories = trace(
-        program, args, kwargs, parsed, lambda history: on_progress("a graph is rewritten")
-    )
-    if not histories:
-        raise NothingCapturedError("Dynamo captured no graph: the program calls no torch op")
-    on_progress("predicting memory")
-    graphs = tuple(_explained(history, workspace) for history in histories)
-    peaks: dict[str, int | str] = {}
-    for peer in peers:
-        on_progress(f"peak of {peer}")
-        peaks[peer] = _peer(peer, program, args, kwargs)
-    return Explanation(graphs, peaks)
+    with progress(on_progress, 3 + len(peers)) as report:
+        report("tracing")
+        histories = trace(
+            program, args, kwargs, parsed, lambda history: report("the passes have run")
+        )
+        if not histories:
+            raise NothingCapturedError("Dynamo captured no graph: the program calls no torch op")
+        report("predicting memory")
+        graphs = tuple(_explained(history, workspace) for history in histories)
+        peaks: dict[str, int | str] = {}
+        courses: dict[str, tuple[int, ...]] = {}
+        for peer in peers:
+            report(f"memory of {peer}")
+            found = _peer(peer, program, args, kwargs)
+            if isinstance(found, PeerMemory):
+                peaks[peer], courses[peer] = found.peak, found.course
+            else:
+                peaks[peer] = found
+    described = _describe(program, args, kwargs)
+    return Explanation(described, dict(options or {}), graphs, peaks, courses)
 
 
 def _explained(history: History, workspace: Workspace) -> ExplainedGraph:
     return ExplainedGraph(
         tuple(regions(history)),
+        bodies(history),
         tuple(history.barriers),
+        tuple(attention_proofs(history)),
         tuple(history.masks),
         tuple(history.notes),
         history.unstreamed,
@@ -163,10 +252,29 @@ def _explained(history: History, workspace: Workspace) -> ExplainedGraph:
 
 def _peer(
     peer: str, program: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> int | str:
+) -> PeerMemory | str:
     try:
-        peak = peer_peak(peer, program, args, kwargs)
+        found = peer_memory(peer, program, args, kwargs)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         # A program that the backend takes may be one that fake tensors or Inductor refuse.
         return f"unknown: {error}".splitlines()[0]
-    return "the program has no gradient checkpointing" if peak is None else peak
+    return "the program has no gradient checkpointing" if found is None else found
+
+
+def _describe(program: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """``Model(input_ids int64[1, 4096])``."""
+    name = getattr(program, "__name__", type(program).__name__)
+    parts = [_describe_value(value) for value in args]
+    parts += [f"{key} {_describe_value(value)}" for key, value in kwargs.items()]
+    return f"{name}({', '.join(parts)})"
+
+
+def _describe_value(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')}{list(map(int, value.shape))}"
+    if isinstance(value, nn.Module):
+        return type(value).__name__
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return repr(value)
+    leaves = [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor)]
+    return f"{type(value).__name__} of {len(leaves)} tensors"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -29,10 +30,18 @@ class NoLossError(ValueError):
     """The program returns nothing that a backward could start from."""
 
 
-def peer_peak(
+@dataclass(frozen=True)
+class PeerMemory:
+    """Peak bytes of one step, and the bytes alive after each of its allocations and frees."""
+
+    peak: int
+    course: tuple[int, ...]
+
+
+def peer_memory(
     way: str, program: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> int | None:
-    """Peak bytes of one step above its start, with the parameters' gradients allocated.
+) -> PeerMemory | None:
+    """The memory of one step above its start, with the parameters' gradients allocated.
 
     Args:
         way: one of `EAGER`, `CHECKPOINTING`, `COMPILED`.
@@ -55,19 +64,20 @@ def peer_peak(
             if tensor.requires_grad and torch.is_grad_enabled():
                 tensor.grad = torch.zeros_like(tensor)
                 tensors.append(tensor.grad)
-        if way == CHECKPOINTING and not _switch_on_checkpointing(modules):
+        if way == CHECKPOINTING and not switch_on_checkpointing(modules):
             return None
         counter = AllocationCounter(tensors)
         if way != COMPILED:
             with counter:
                 _step(program, args, kwargs)
-            return counter.peak
+            return PeerMemory(counter.peak, tuple(counter.course))
         compiled = torch.compile(with_own_cache(program), dynamic=False)
         with _lowered_only(counter):
             _step(compiled, args, kwargs)
             counter.peak = 0
+            counter.course.clear()
             _step(compiled, args, kwargs)
-        return counter.peak
+        return PeerMemory(counter.peak, tuple(counter.course))
 
 
 def _step(program: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -98,7 +108,8 @@ def loss_of(outputs: Any) -> Tensor | None:
     )
 
 
-def _switch_on_checkpointing(modules: Sequence[nn.Module]) -> bool:
+def switch_on_checkpointing(modules: Sequence[nn.Module]) -> bool:
+    """Switch on Hugging Face's gradient checkpointing; false where no module has it."""
     switched = False
     for module in modules:
         enable = getattr(module, "gradient_checkpointing_enable", None)

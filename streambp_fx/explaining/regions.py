@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from torch.fx import GraphModule, Node
 from ..passes.body import LoopBody
 from ..passes.lower import loop_nodes
 from ..passes.pipeline import History
+from .names import Names, readable_names
 from .terms import Term, body_of, operand_terms
 
 streambp = torch.ops.streambp
@@ -19,7 +21,7 @@ streambp = torch.ops.streambp
 
 @dataclass(frozen=True)
 class Operand:
-    """What a loop is given.
+    """What a loop is given, by the name that the program has for it where there is one.
 
     ``how`` is ``"whole"``, ``"chunk"`` (of dim ``dim``), ``"past"`` (a buffer of the whole sequence
     of which an iteration reads or writes what lies before its last token), ``"sum"`` (added to in
@@ -60,20 +62,30 @@ class Region:
     results: tuple[str, ...]
     sources: tuple[str, ...]
 
+    @property
+    def layer(self) -> int:
+        """The number of the segment that it belongs to, counted from the model's input."""
+        number = _LAYER.match(self.name)
+        return int(number[1]) if number else 0
+
+
+_LAYER = re.compile(r"[a-z]+(\d+)")
+
 
 def regions(history: History) -> list[Region]:
     """The loops of a graph's forward and backward, in the order in which they run."""
     found: list[Region] = []
     bodies: dict[object, str] = {}
+    names = readable_names(history)
     for name in ("forward", "backward"):
         graph_module = history.graphs.get(name)
         if graph_module is not None:
-            found += _regions_of(graph_module, name == "backward", bodies)
+            found += _regions_of(graph_module, name == "backward", bodies, names[name])
     return found
 
 
 def _regions_of(
-    graph_module: GraphModule, backward: bool, bodies: dict[object, str]
+    graph_module: GraphModule, backward: bool, bodies: dict[object, str], names: Names
 ) -> Iterator[Region]:
     for loop in loop_nodes(graph_module):
         body, spec = body_of(loop), loop.meta["loop"]
@@ -88,8 +100,8 @@ def _regions_of(
             max(1, -(-length // spec.chunk_size)),
             "descending" if spec.descending else "ascending",
             _reason(body, spec.descending),
-            tuple(_operands(loop, body)),
-            tuple(_results(loop)),
+            tuple(_operands(loop, body, names)),
+            tuple(_results(loop, names)),
             loop.meta.get("sources", ()),
         )
 
@@ -100,13 +112,17 @@ def _int(value: object) -> int:
     return int(value)  # type: ignore[call-overload]
 
 
-def _operands(loop: Node, body: LoopBody) -> Iterator[Operand]:
+def _operands(loop: Node, body: LoopBody, names: Names) -> Iterator[Operand]:
     terms = operand_terms(body.plan)
+    sums = _sums(loop, names)
     past = _past_operands(body)
     for index, (operand, node) in enumerate(zip(body.plan.operands, loop.args[2:], strict=True)):
-        value = node.meta.get("val") if isinstance(node, Node) else node
-        if not isinstance(value, Tensor):
+        if not isinstance(node, Node):
             yield Operand(str(node), "size", None, (), None)
+            continue
+        value = node.meta.get("val")
+        if not isinstance(value, Tensor):
+            yield Operand(names.of(node), "size", None, (), None)
             continue
         if operand.along is not None:
             how = "chunk"
@@ -115,7 +131,10 @@ def _operands(loop: Node, body: LoopBody) -> Iterator[Operand]:
         else:
             how = "sum" if terms.get(index) is Term.PARAMETER_GRADIENTS else "whole"
         dim = None if operand.along is None else operand.along.dim
-        yield Operand(str(node), how, dim, tuple(map(int, value.shape)), value.dtype)
+        name = sums.get(index) or names.of(node)
+        if how == "past" and node.op == "call_function" and not node.all_input_nodes:
+            name = str(terms[index])  # a new buffer
+        yield Operand(name, how, dim, tuple(map(int, value.shape)), value.dtype)
 
 
 def _past_operands(body: LoopBody) -> set[int]:
@@ -134,13 +153,32 @@ def _past_operands(body: LoopBody) -> set[int]:
     return found
 
 
-def _results(loop: Node) -> Iterator[str]:
-    for result, value in zip(loop.meta["loop"].results, loop.meta["val"], strict=True):
+def _sums(loop: Node, names: Names) -> dict[int, str]:
+    """Names for the operands that results are summed in."""
+    results = loop.meta["loop"].results
+    return {
+        results[index].buffer: f"gradient of {name}"
+        for index, name in _gradients(loop, names).items()
+        if results[index].buffer is not None
+    }
+
+
+def _gradients(loop: Node, names: Names) -> dict[int, str]:
+    """For results that are gradients of inputs: of which."""
+    taken = ((node.args[1], names.gradients.get(node.name)) for node in loop.users)
+    return {index: name for index, name in taken if name is not None}  # type: ignore[misc]
+
+
+def _results(loop: Node, names: Names) -> Iterator[str]:
+    gradients = _gradients(loop, names)
+    specs = loop.meta["loop"].results
+    for index, (result, value) in enumerate(zip(specs, loop.meta["val"], strict=True)):
         shape = "x".join(str(int(size)) for size in value.shape) or "scalar"
+        of = f", gradient of {gradients[index]}" if index in gradients else ""
         if result.buffer is not None:
-            yield f"sum {shape}"
+            yield f"sum {shape}{of}"
         else:
-            yield f"concatenated along dim {result.along.dim}: {shape}"
+            yield f"concatenated along dim {result.along.dim}: {shape}{of}"
 
 
 def _reason(body: LoopBody, descending: bool) -> str:

@@ -82,6 +82,8 @@ def label(
         if node.op == "placeholder":
             if node.name in known:
                 found[node] = known[node.name]
+            elif "tangents" in node.name:
+                found[node] = Term.UNSTREAMED  # so is what glue makes of it alone
             if node.name in parameters:
                 weights.add(node)
         elif node.op == "call_function" and node not in found:
@@ -89,6 +91,9 @@ def label(
                 found[node] = _of_result(node, backward, found)
             else:
                 found[node] = _of_glue(node, found, weights)
+    for node in reversed(graph_module.graph.nodes):
+        if found.get(node) is Term.PROLOGUE and not node.all_input_nodes:
+            found[node] = _first({found.get(user) for user in node.users})
     return found
 
 
@@ -111,7 +116,11 @@ def _of_glue(node: Node, found: Mapping[Node, Term], weights: set[Node]) -> Term
     if inputs and all(arg in weights for arg in inputs):
         weights.add(node)
         return Term.WEIGHTS
-    terms = {found.get(arg) for arg in inputs}
+    return _first({found.get(arg) for arg in inputs})
+
+
+def _first(terms: Set[Term | None]) -> Term:
+    """The term that a value has by those of the values around it."""
     return next((term for cause, term in _INHERITED if cause in terms), Term.PROLOGUE)
 
 

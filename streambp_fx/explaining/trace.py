@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
@@ -47,7 +48,10 @@ def trace(
     def backend(graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         # What runs is the graph as Dynamo gave it: the passes change theirs, and a loop over the
         # chunks of a long sequence takes minutes on fake tensors.
-        original = copy.deepcopy(graph_module)
+        with warnings.catch_warnings():
+            # Of pytree's, about a class of what Dynamo notes beside its graph.
+            warnings.simplefilter("ignore", FutureWarning)
+            original = copy.deepcopy(graph_module)
         compilation = Compilation(as_planned)
         compilation.history.keep_copies = True
         compilation.compile(graph_module, inputs)

@@ -1,0 +1,85 @@
+"""A report as values that JSON has: for ``streambp explain --json`` and for the page."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..passes.axes import Barrier
+from .regions import Region
+from .step_memory import Moment
+
+if TYPE_CHECKING:
+    from .explanation import ExplainedGraph, Explanation
+
+COURSE_POINTS = 600
+"""How many points of a course of memory a reader is given at most."""
+
+
+def as_data(explanation: Explanation) -> dict[str, Any]:
+    """Everything that `Explanation` says but its graphs. Bytes are integers."""
+    peak = explanation.peak
+    return {
+        "program": explanation.program,
+        "options": {name: str(value) for name, value in explanation.options.items()},
+        "streams_everything": explanation.streams_everything,
+        "peak": {
+            "bytes": peak.nbytes,
+            "at": peak.node,
+            "in_backward": peak.backward,
+            "terms": {str(term): size for term, size in peak.terms().items()},
+        },
+        "peers": dict(explanation.peers),
+        "graphs": [_graph(graph) for graph in explanation.graphs],
+    }
+
+
+def _graph(graph: ExplainedGraph) -> dict[str, Any]:
+    return {
+        "unstreamed": graph.unstreamed,
+        "head_fused": graph.head_fused,
+        "loops": [_loop(region) for region in graph.regions],
+        "bodies": {name: list(lines) for name, lines in graph.bodies.items()},
+        "barriers": [_barrier(barrier) for barrier in graph.barriers],
+        "attentions": [dataclasses.asdict(proof) for proof in graph.attentions],
+        "notes": list(graph.notes),
+        "seconds": dict(graph.seconds),
+        "graphs": list(graph.graphs),
+    }
+
+
+def _loop(region: Region) -> dict[str, Any]:
+    data = dataclasses.asdict(region) | {"layer": region.layer}
+    for operand in data["operands"]:
+        operand["shape"] = list(operand["shape"])
+        operand["dtype"] = dtype_name(operand["dtype"])
+    return data
+
+
+def _barrier(barrier: Barrier) -> dict[str, Any]:
+    return dataclasses.asdict(barrier)
+
+
+def dtype_name(dtype: object) -> str | None:
+    """``"float32"`` for ``torch.float32``."""
+    return None if dtype is None else str(dtype).removeprefix("torch.")
+
+
+def changing_moments(explanation: Explanation) -> list[Moment]:
+    """The moments of all graphs in order, without those at which memory is as it was before."""
+    found: list[Moment] = []
+    for graph in explanation.graphs:
+        for moment in graph.memory.moments:
+            if not found or moment.terms() != found[-1].terms():
+                found.append(moment)
+    return found
+
+
+def thinned(course: Sequence[int], points: int = COURSE_POINTS) -> list[int]:
+    """At most ``points`` of a course, each the most of its stretch, so that no peak is lost."""
+    if len(course) <= points:
+        return list(course)
+    bounds = [index * len(course) // points for index in range(points + 1)]
+    return [max(course[start:end]) for start, end in itertools.pairwise(bounds)]

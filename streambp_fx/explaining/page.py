@@ -1,0 +1,80 @@
+"""The report as one HTML page that needs no other file and no network.
+
+Given:  an explanation
+Result: ``page.html`` with the report's data in it; the page's own script draws it
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from ..passes.loops import StreamLoop
+from ..passes.placement import source_of
+from .data import as_data, changing_moments, thinned
+from .plots import COLORS, OURS, PEER_COLORS
+
+if TYPE_CHECKING:
+    from .explanation import ExplainedGraph, Explanation
+
+TITLE, DATA = "STREAMBP_TITLE", "STREAMBP_DATA"
+"""What stands in the template for the title and the data."""
+
+
+def to_page(explanation: Explanation) -> str:
+    """The text of the page."""
+    template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    data = json.dumps(_page_data(explanation), separators=(",", ":"))
+    # Inside of a script element nothing is escaped, so that only its end must not appear.
+    data = data.replace("</", "<\\/").replace("<!--", "<\\!--")
+    return template.replace(TITLE, html.escape(explanation.program)).replace(DATA, data)
+
+
+def _page_data(explanation: Explanation) -> dict[str, Any]:
+    data = as_data(explanation)
+    for graph_data, graph in zip(data["graphs"], explanation.graphs, strict=True):
+        for barrier, after in zip(graph_data["barriers"], _places(graph), strict=True):
+            barrier["after"] = after
+    courses = explanation.peer_courses.items()
+    moments = changing_moments(explanation)
+    return data | {
+        "colors": {str(term): color for term, color in COLORS.items()},
+        "timeline": [
+            {
+                "at": moment.node,
+                "in_backward": moment.backward,
+                "terms": {str(term): size for term, size in moment.terms().items()},
+            }
+            for moment in moments
+        ],
+        "courses": [
+            {"name": name, "color": color, "bytes": thinned(course)}
+            for (name, course), color in zip(courses, PEER_COLORS, strict=False)
+        ]
+        + [
+            {
+                "name": 'backend="streambp"',
+                "color": OURS,
+                "bytes": thinned([moment.nbytes for moment in moments]),
+            }
+        ],
+    }
+
+
+def _places(graph: ExplainedGraph) -> list[str | None]:
+    """For each barrier, the loop after which its op runs; ``None`` if that is not known.
+
+    An op between loops before any of them is said to run after ``""``.
+    """
+    found: dict[tuple[str, str], str] = {}
+    last = ""
+    for name in ("forward", "backward"):
+        graph_module = graph.graphs.get(name)
+        for node in graph_module.graph.nodes if graph_module is not None else ():
+            if isinstance(node.target, StreamLoop):
+                last = node.meta["loop"].name
+            elif node.op == "call_function":
+                found.setdefault((str(node.target), source_of(node)), last)
+    return [found.get((barrier.op, barrier.source)) for barrier in graph.barriers]
