@@ -1,0 +1,176 @@
+"""The bytes that are alive at each moment of a step, by term, for each way to run it.
+
+Given:  a program, a model with few layers and a batch, on tensors without data
+Result: the moments of forward and of backward, in the order of time
+
+Weights, and gradients that are there when the step starts, are not among them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from streambp_fx._torch import FakeTensorMode, ShapeEnv
+
+from ..explaining.allocations import AllocationCounter
+from ..explaining.body_memory import eager_workspace
+from ..explaining.peers import switch_on_checkpointing
+from ..explaining.step_memory import Moment, Workspace, predict
+from ..explaining.terms import Term
+from ..explaining.trace import trace, without_data
+from ..options import Options
+from ..passes.loops import StreamLoop
+from ..passes.pipeline import History
+
+Terms = Mapping[str, int]
+Program = Callable[[Any, Mapping[str, Tensor]], Tensor]
+
+ACTIVATIONS = "activations"
+GRADIENTS = str(Term.PARAMETER_GRADIENTS)
+_UNNUMBERED = re.compile(r"\d+|(_\d+)$")
+
+
+@dataclass(frozen=True)
+class Instant:
+    """Bytes by term while one op runs; ``kind`` is the op's name without what numbers it."""
+
+    kind: str
+    terms: Terms
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The moments of forward and of backward."""
+
+    forward: Sequence[Instant]
+    backward: Sequence[Instant]
+
+
+class PlanningError(RuntimeError):
+    """The model is not one that can be planned for; the message says why."""
+
+
+def streamed_history(program: Program, model: nn.Module, batch: Mapping[str, Tensor]) -> History:
+    """What the backend makes of the step.
+
+    Raises:
+        PlanningError: the step is not one graph, or it is left unstreamed.
+    """
+    histories = trace(program, (model, dict(batch)), {}, Options(on_barrier="ignore"))
+    if len(histories) != 1 or "backward" not in histories[0].graphs:
+        raise PlanningError(f"the step is traced as {len(histories)} graphs, not as one")
+    if histories[0].unstreamed is not None:
+        raise PlanningError(f"the step is not streamed: {histories[0].unstreamed}")
+    return histories[0]
+
+
+def streamed_timeline(
+    history: History, chunk_size: int, head_chunk_size: int, workspace: Workspace = eager_workspace
+) -> Timeline:
+    """The moments of a streamed step at other chunk sizes than those that it was traced with."""
+    forward, backward = history.graphs["forward"], history.graphs["backward"]
+    for graph_module in (forward, backward):
+        _set_chunk_sizes(graph_module, chunk_size, head_chunk_size)
+    moments = predict(history, workspace).moments
+    return Timeline(
+        _instants(forward, [moment for moment in moments if not moment.backward]),
+        _instants(backward, [moment for moment in moments if moment.backward]),
+    )
+
+
+def _set_chunk_sizes(graph_module: GraphModule, chunk_size: int, head_chunk_size: int) -> None:
+    for node in graph_module.graph.nodes:
+        if isinstance(node.target, StreamLoop):
+            spec = node.meta["loop"]
+            size = head_chunk_size if spec.head else chunk_size
+            node.meta["loop"] = replace(spec, chunk_size=size)
+
+
+def _instants(graph_module: GraphModule, moments: Sequence[Moment]) -> list[Instant]:
+    """``moments`` without those of inputs, which all come before the first op."""
+    inputs = {node.name for node in graph_module.graph.find_nodes(op="placeholder")}
+    return [
+        Instant(_UNNUMBERED.sub("", moment.node), {str(t): n for t, n in moment.terms().items()})
+        for moment in moments
+        if moment.node not in inputs
+    ]
+
+
+class _Moments(AllocationCounter):
+    """Notes the most bytes that are alive during each op, and those of gradients among them."""
+
+    def __init__(self, older: list[Tensor]) -> None:
+        super().__init__(older)
+        self.gradients = 0
+        self.moments: list[Instant] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.peak = self.alive
+        results = super().__torch_dispatch__(func, types, args, kwargs)
+        terms = {ACTIVATIONS: self.peak - self.gradients, GRADIENTS: self.gradients}
+        self.moments.append(Instant(str(func), terms))
+        return results
+
+    def gradient_came(self, parameter: Tensor) -> None:
+        """A gradient was given to ``parameter``, which had none."""
+        self.gradients += parameter.untyped_storage().nbytes()
+
+
+def plain_timeline(
+    program: Program,
+    model: nn.Module,
+    batch: Mapping[str, Tensor],
+    *,
+    checkpointing: bool,
+    keeps_gradients: bool,
+) -> Timeline:
+    """The moments of a step that runs op by op.
+
+    Args:
+        program, model, batch: the step.
+        checkpointing: with Hugging Face's gradient checkpointing, not reentrant.
+        keeps_gradients: as of `Setting`.
+
+    Raises:
+        PlanningError: ``checkpointing``, and the model has no such method.
+    """
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True), _rows_not_packed():
+        model, batch = without_data((model, dict(batch)))
+        if checkpointing and not switch_on_checkpointing([model]):
+            raise PlanningError(f"{type(model).__name__} has no gradient checkpointing")
+        older = [*model.parameters(), *model.buffers(), *batch.values()]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if keeps_gradients:
+            for parameter in trained:
+                parameter.grad = torch.zeros_like(parameter)
+                older.append(parameter.grad)
+        counter = _Moments(older)
+        if not keeps_gradients:
+            for parameter in trained:
+                parameter.register_post_accumulate_grad_hook(counter.gradient_came)
+        with counter:
+            loss = program(model, batch)
+            forward = len(counter.moments)
+            loss.backward()
+    return Timeline(counter.moments[:forward], counter.moments[forward:])
+
+
+def _rows_not_packed() -> Any:
+    """Let transformers know that no row holds several sequences.
+
+    It reads that from the positions' values, and on tensors without data it supposes that rows are
+    packed and builds a mask of all pairs of tokens that a real step does not have.
+    """
+    from transformers import masking_utils
+
+    return patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
