@@ -28,9 +28,9 @@ INTERMEDIATE = 1536
 HEADS = 8
 
 KINDS = {
-    "attention": ("attention", "flash", "efficient"),
-    "matrix products": ("mm", "linear", "matmul", "gemm"),
-    "copies": ("copy_", "clone", "cat", "fill_", "zero_"),
+    "attention": ("attention", "flash", "fmha", "efficient"),
+    "matrix products": ("mm", "linear", "matmul", "gemm", "nvjet", "cutlass"),
+    "copies": ("copy_", "Memcpy", "Memset", "clone", "cat", "fill_", "zero_"),
     "compiled kernels": ("cpp_fused", "triton_"),
 }
 """Kinds of work, told from parts of an event's name; the first that fits counts."""
@@ -127,23 +127,38 @@ def phases(job: Job) -> dict[str, Any]:
     ready = prepared(job)
     ready.step()
     ready.step()
-    activities = [ProfilerActivity.CPU]
-    if torch.device(job.device).type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
+    return profiled_step(ready.model, ready.call, ready.ids)
+
+
+def profiled_step(
+    model: torch.nn.Module, call: Callable[..., Any], ids: torch.Tensor
+) -> dict[str, Any]:
+    """Seconds of one step on ``ids``: of its phases, of kinds of work, and the longest by name.
+
+    The phases' are the CPU's, which on a GPU only launches. The others are of kernels on a GPU,
+    of ops without those they call on a CPU.
+    """
+    on_gpu = ids.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     with profile(activities=activities) as profiled:
-        ready.model.zero_grad(set_to_none=False)
+        model.zero_grad(set_to_none=False)
         with record_function("phase:forward"):
-            loss = ready.call(input_ids=ready.ids, labels=ready.ids).loss
+            loss = call(input_ids=ids, labels=ids).loss
         with record_function("phase:backward"):
             loss.backward()
-    on_gpu = ProfilerActivity.CUDA in activities
+        if on_gpu:
+            torch.cuda.synchronize(ids.device)
     spent: dict[str, float] = {}
     named: dict[str, float] = {}
     marked: dict[str, float] = {}
     for event in profiled.key_averages():
-        seconds = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
-        if event.key.startswith("phase:"):
+        runs_on_gpu = event.device_type != torch.autograd.DeviceType.CPU
+        if event.key.startswith("phase:") and not runs_on_gpu:
             marked[event.key.removeprefix("phase:")] = event.cpu_time_total / 1e6
+        # Spans that mark others, and on a GPU the ops whose kernels are events of their own.
+        if on_gpu and (not runs_on_gpu or event.is_user_annotation):
+            continue
+        seconds = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
         named[event.key] = named.get(event.key, 0.0) + seconds
         kind = kind_of(event.key)
         spent[kind] = spent.get(kind, 0.0) + seconds
