@@ -25,6 +25,7 @@ from torch.fx import Graph, Node
 
 from .dataflow import bytes_of
 from .extents import ExtentChange, extent_change
+from .loops import StreamLoop
 from .placement import (
     FULL,
     Extent,
@@ -44,6 +45,9 @@ from .rules.spec import Letter, Spec
 ATTENTION = torch.ops.streambp.attention.default
 ATTENTION_BACKWARD = torch.ops.streambp.attention_backward.default
 IOTA = torch.ops.prims.iota.default
+
+
+ANOTHER_LENGTH = "its sequence is not the streamed one (another length)"
 
 
 class Kind(Enum):
@@ -164,6 +168,9 @@ def _visit(axes: Axes, node: Node) -> None:
     if node.target is operator.getitem:
         _visit_getitem(axes, node)
         return
+    if isinstance(node.target, StreamLoop):
+        # It is over another length, and takes its operands whole.
+        return
     sources = tensor_inputs(node)
     live = [axes.position(source) if source in axes.place else None for source in sources]
     prologue = node in axes.prologue
@@ -185,7 +192,7 @@ def _visit(axes: Axes, node: Node) -> None:
         if prologue and _is_ids(node, axes.length):
             axes.place[node] = (Streamed(1),)
         if node.target is ATTENTION and not prologue:
-            _barrier(axes, node, live, "its sequence is not the streamed one (another length)")
+            _barrier(axes, node, live, ANOTHER_LENGTH)
         return
     if node.target in (ATTENTION, ATTENTION_BACKWARD):
         _visit_attention(axes, node)

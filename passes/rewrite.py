@@ -46,6 +46,9 @@ FOR_ANY_STRIDES: dict[Any, Any] = {
 }
 
 
+KEPT_META = ("val", "stack_trace", "loop", "sources")
+
+
 @dataclass
 class Rewritten:
     """The new joint graph and what is needed to take it apart."""
@@ -62,13 +65,14 @@ def rewrite(
     stage: dict[Node, int],
     sizes: ChunkSizes,
     accumulation: torch.dtype | None,
+    prefix: str = "",
 ) -> Rewritten:
-    """Rebuild ``joint`` with loops.
+    """Rebuild ``joint`` with loops, whose names start with ``prefix``.
 
     Raises:
         RewriteError: a loop can not be built as the analysis says; nothing was changed.
     """
-    rewriter = _Rewriter(joint, axes, segments, stage, sizes, accumulation)
+    rewriter = _Rewriter(joint, axes, segments, stage, sizes, accumulation, prefix)
     return rewriter.run()
 
 
@@ -81,7 +85,9 @@ class _Rewriter:
         stage: dict[Node, int],
         sizes: ChunkSizes,
         accumulation: torch.dtype | None,
+        prefix: str,
     ) -> None:
+        self.prefix = prefix
         self.joint, self.axes, self.segments, self.stage = joint, axes, segments, stage
         self.sizes, self.accumulation = sizes, accumulation
         self.new = Graph()
@@ -148,7 +154,7 @@ class _Rewriter:
         cut = self.segments.cuts[index] if index < len(self.segments.cuts) else set()
         leaving = (*self.joint.forward_outputs, *self.joint.kept)
         outputs = set(cut) | {node for node in leaving if isinstance(node, Node)}
-        self._context(f"segment{index}", nodes, outputs)
+        self._context(f"{self.prefix}segment{index}", nodes, outputs)
 
     def _backward_stage(self, index: int) -> None:
         own = [node for node, stage in self.stage.items() if stage == index]
@@ -161,7 +167,7 @@ class _Rewriter:
             for node in own
             if any(user in self.stage and user not in chosen for user in node.users)
         }
-        self._context(f"stage{index}", nodes, outputs)
+        self._context(f"{self.prefix}stage{index}", nodes, outputs)
         for node in own:
             # Finish gradients at once, so that accumulators of one stage alone are alive. Values
             # that no loop feeds are left to the loops that read them, by chunk.
@@ -172,10 +178,12 @@ class _Rewriter:
         """The forward nodes that ``own`` needs computed (again), back to values that exist."""
         stack = [arg for node in own for arg in node.all_input_nodes]
         found: set[Node] = set()
+        seen: set[Node] = set()
         while stack:
             node = stack.pop()
-            if node in found or node in self.joint.dependent or self.available(node):
+            if node in seen or node in self.joint.dependent or self.available(node):
                 continue
+            seen.add(node)
             if self.axes.in_loop(node) or node in self.axes.after_loop:
                 found.add(node)
                 stack.extend(node.all_input_nodes)
@@ -330,9 +338,7 @@ class _Rewriter:
             # Loop results are contiguous, which the traced value need not have been.
             target = FOR_ANY_STRIDES.get(node.target, node.target)
             copy = self.new.call_function(target, args, kwargs)
-        copy.meta = {
-            name: value for name, value in node.meta.items() if name in ("val", "stack_trace")
-        }
+        copy.meta = {name: value for name, value in node.meta.items() if name in KEPT_META}
         return copy
 
     def _try_whole(self, node: Node) -> None:

@@ -1,0 +1,80 @@
+"""What the passes are told, and what one run of them went through."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import torch
+from torch.fx import Graph, GraphModule
+
+from .axes import Barrier
+from .causal_masks import MaskReport
+from .loops import LoopSpec
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the passes need to know of the user's options.
+
+    chunk_size, head_chunk_size
+        Tokens of each row in a chunk; ``None`` for the default.
+    accumulation
+        Dtype of sums over chunks of bf16 and fp16 values; ``None`` keeps theirs.
+    """
+
+    chunk_size: int | None = None
+    head_chunk_size: int | None = None
+    accumulation: torch.dtype | None = torch.float32
+
+
+@dataclass
+class History:
+    """What one run of the passes went through.
+
+    graphs
+        ``normalized`` and ``rewritten``: the graph before the analyses and the one with loops;
+        ``forward`` and ``backward``: its halves, which run.
+    keep_copies
+        Also keep a copy of the graph after each pass that works in place, by the pass's name.
+    tokens
+        The length of the sequence axis in the traced example; 0 where there is none.
+    parameters
+        The names of the placeholders that are parameters.
+    masks
+        What was proven of each attention's mask.
+    notes
+        What the user may want to know of the Dynamo graph: attention that stays written out, and
+        choices of kernels that are not honoured.
+    """
+
+    graphs: dict[str, GraphModule] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    barriers: list[Barrier] = field(default_factory=list)
+    loops: list[LoopSpec] = field(default_factory=list)
+    unstreamed: str | None = None
+    head_fused: bool = False
+    tokens: int = 0
+    notes: list[str] = field(default_factory=list)
+    parameters: set[str] = field(default_factory=set)
+    masks: list[MaskReport] = field(default_factory=list)
+    keep_copies: bool = False
+
+    def keep(self, name: str, graph_module: GraphModule) -> None:
+        """Keep a copy of a graph that later passes change, where copies are wanted."""
+        if self.keep_copies:
+            copied = Graph()
+            copied.output(copied.graph_copy(graph_module.graph, {}))
+            self.graphs[name] = GraphModule(graph_module, copied)
+
+
+def timed(history: History, name: str, run: Callable[[], T]) -> T:
+    """What ``run`` returns; its seconds are added to those of the pass ``name``."""
+    start = time.perf_counter()
+    result = run()
+    history.seconds[name] = history.seconds.get(name, 0.0) + time.perf_counter() - start
+    return result

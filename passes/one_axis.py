@@ -1,0 +1,134 @@
+"""The passes that stream a graph along one sequence axis.
+
+    find_axes            where the sequence axis runs, what is a barrier
+    choose_cuts          which forward values are kept
+    assign_stages        which segment each backward node belongs to
+    fuse_head            the head's backward joins its forward loop, where that is right
+    rewrite              loops
+    check_rewritten      invariants of the result
+
+A program may have sequences of several lengths, as when a model is called on chosen and on
+rejected answers. Each further length is streamed in the graph that the last one left, where the
+loops that are there already are calls like others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch.fx import GraphModule, Node
+
+from .axes import ANOTHER_LENGTH, ATTENTION, Axes, find_axes
+from .check import check_rewritten
+from .chunk_size import chunk_sizes
+from .cuts import Segments, choose_cuts
+from .dataflow import JointGraph, read_joint
+from .fuse_head import fuse_head
+from .history import History, Settings, timed
+from .inputs import InputRole, SequenceAxis, find_sequence_axes, label_tangents, read_roles
+from .rewrite import Rewritten, rewrite
+from .rules.sizes import same_size
+from .rules.spec import Size
+from .stages import assign_stages
+
+
+def stream_along_one_axis(
+    graph_module: GraphModule,
+    num_forward_outputs: int,
+    input_roles: Sequence[InputRole],
+    settings: Settings,
+    history: History,
+    lengths: list[Size],
+) -> Rewritten | None:
+    """Rewrite a normalised graph; ``None``, with the reason, where nothing streams.
+
+    ``lengths`` are those that were streamed before; the new one is added.
+
+    Raises:
+        RewriteError: the passes contradict each other.
+    """
+    joint = read_joint(graph_module.graph, num_forward_outputs)
+    roles = read_roles(joint, input_roles)
+    parameters = {node for node, role in roles.items() if role is InputRole.PARAMETER}
+    history.parameters = {node.name for node in parameters}
+    candidates = [
+        axis
+        for axis in find_sequence_axes(joint, roles)
+        if not any(same_size(axis.length, length) for length in lengths)
+    ]
+    axis = _choose_axis(joint, candidates, parameters)
+    if axis is None:
+        if not lengths:
+            history.unstreamed = "no input has a sequence axis of two or more tokens"
+        return None
+    analysis = _analyse(joint, axis, parameters, history)
+    if analysis is not None and joint.tangents:
+        fused = timed(history, "fuse_head", partial(fuse_head, joint, *analysis))
+        if fused is not None:
+            history.head_fused = True
+            history.keep("fuse_head", graph_module)
+            joint = read_joint(graph_module.graph, num_forward_outputs, fused.kept, fused.scaled)
+            analysis = _analyse(joint, axis, parameters, history)
+    if analysis is None:
+        if not lengths:
+            history.unstreamed = "no value of the graph carries the sequence axis"
+        return None
+    axes, segments, stages = analysis
+    sizes = chunk_sizes(
+        axes,
+        list(graph_module.graph.nodes),
+        axis.batch,
+        settings.chunk_size,
+        settings.head_chunk_size,
+    )
+    prefix = f"length{len(lengths)}_" if lengths else ""
+    rewritten = timed(
+        history,
+        "rewrite",
+        lambda: rewrite(joint, axes, segments, stages, sizes, settings.accumulation, prefix),
+    )
+    timed(history, "check_rewritten", lambda: check_rewritten(rewritten, joint))
+    # Attention over another length was a barrier until now, or is none that this one streams.
+    history.barriers = [one for one in history.barriers if one.reason != ANOTHER_LENGTH]
+    history.barriers += axes.barriers
+    history.loops += rewritten.loops
+    lengths.append(axis.length)
+    return rewritten
+
+
+def _choose_axis(
+    joint: JointGraph, candidates: list[SequenceAxis], parameters: set[Node]
+) -> SequenceAxis | None:
+    """The likeliest of the candidates along which most attention calls stream."""
+    if len(candidates) < 2:
+        return candidates[0] if candidates else None
+
+    def streamed(axis: SequenceAxis) -> int:
+        axes = find_axes(joint.graph, axis.length, axis.inputs, parameters, joint.scaled)
+        return sum(axes.in_loop(node) for node in joint.order if node.target is ATTENTION)
+
+    return max(candidates, key=streamed)
+
+
+def _analyse(
+    joint: JointGraph, axis: SequenceAxis, parameters: set[Node], history: History
+) -> tuple[Axes, Segments, dict[Node, int]] | None:
+    """Axes, segments and stages of a joint graph; ``None`` where nothing is streamed."""
+    axes = timed(history, "find_axes", lambda: _propagate(joint, axis, parameters))
+    if not any(axes.in_loop(node) for node in joint.graph.nodes):
+        return None
+    segments = timed(history, "choose_cuts", lambda: choose_cuts(joint, axes))
+    stages = timed(history, "assign_stages", lambda: assign_stages(joint, axes, segments))
+    return axes, segments, stages
+
+
+def _propagate(joint: JointGraph, axis: SequenceAxis, parameters: set[Node]) -> Axes:
+    """Propagate through the forward, give the tangents the positions of their outputs, go on."""
+    if not joint.tangents:
+        return find_axes(joint.graph, axis.length, axis.inputs, parameters, joint.scaled)
+    forward = find_axes(joint.graph, axis.length, axis.inputs, parameters, joint.scaled)
+    inputs = {**axis.inputs, **label_tangents(joint, forward)}
+    if len(inputs) == len(axis.inputs):
+        return forward
+    return find_axes(joint.graph, axis.length, inputs, parameters, joint.scaled)
