@@ -27,6 +27,7 @@ from .dataflow import JointGraph, read_joint
 from .fuse_head import fuse_head
 from .history import History, Settings, timed
 from .inputs import InputRole, SequenceAxis, find_sequence_axes, label_tangents, read_roles
+from .placement import hint_of
 from .rewrite import Rewritten, rewrite
 from .rules.sizes import same_size
 from .rules.spec import Size
@@ -93,6 +94,7 @@ def stream_along_one_axis(
     history.barriers = [one for one in history.barriers if one.reason != ANOTHER_LENGTH]
     history.barriers += axes.barriers
     history.loops += rewritten.loops
+    history.tokens = max(history.tokens, hint_of(axis.length))
     lengths.append(axis.length)
     return rewritten
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import typer
 
+from .commands.check import check_command
 from .commands.demo import demo
+from .commands.explain import explain_command
+from .commands.plan import plan_command
 
 app = typer.Typer(
     help="Train causal models on long sequences: a torch.compile backend that streams over chunks.",
@@ -14,12 +17,10 @@ app = typer.Typer(
 )
 
 
-@app.callback()
-def commands() -> None:
-    """Keeps ``demo`` a command of its own: typer makes an only command the whole program."""
-
-
-app.command()(demo)
+app.command("demo")(demo)
+app.command("explain")(explain_command)
+app.command("check")(check_command)
+app.command("plan")(plan_command)
 
 
 def main() -> None:

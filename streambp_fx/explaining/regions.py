@@ -69,7 +69,7 @@ class Region:
         return int(number[1]) if number else 0
 
 
-_LAYER = re.compile(r"[a-z]+(\d+)")
+_LAYER = re.compile(r"(?:length\d+_)?[a-z]+(\d+)")
 
 
 def regions(history: History) -> list[Region]:

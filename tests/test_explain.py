@@ -1,0 +1,341 @@
+"""`explain`: its report says what the program and the passes are known to have."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import streambp_fx
+from streambp_fx.explaining.explanation import Explanation, NothingCapturedError
+from streambp_fx.explaining.text import to_notebook, to_text
+from streambp_fx.explaining.units import bytes_text, share_text, short_source
+from streambp_fx.options import OptionError
+from tests.backend import streamed
+from tests.own_models import NanoGPT, TrilGPT
+
+LAYERS = 3
+BATCH, TOKENS, CHUNK = 2, 50, 16
+CHUNKS = 4
+IDS = torch.arange(BATCH * TOKENS).reshape(BATCH, TOKENS) % 131
+
+
+def explain(program: Any, *args: Any, **kwargs: Any) -> Explanation:
+    kwargs.setdefault("peers", ())
+    options = {"chunk_size": CHUNK, "compile_bodies": False}
+    return streambp_fx.explain(program, *args, options=options, **kwargs)
+
+
+class Mixing(nn.Module):
+    """A model with an op that mixes tokens, on whole ``[batch, tokens, hidden]``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = NanoGPT(layers=1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mixed = self.model.token(ids).flip(1).cumsum(1)  # the line that barriers name
+        return self.model(ids, ids) + (mixed**2).mean()
+
+
+@pytest.fixture(scope="module")
+def gpt() -> Explanation:
+    return explain(NanoGPT(layers=LAYERS), IDS, IDS, peers=("eager", "gradient checkpointing"))
+
+
+@pytest.fixture(scope="module")
+def mixing() -> Explanation:
+    return explain(Mixing(), IDS)
+
+
+def test_regions_are_the_loops_of_forward_and_backward(gpt: Explanation) -> None:
+    regions = gpt.graphs[0].regions
+    assert {region.chunks for region in regions} == {CHUNKS}
+    assert {region.chunk_size for region in regions} == {CHUNK}
+    layers = [region for region in regions if region.layer in range(1, LAYERS + 1)]
+    assert len(layers) == 3 * LAYERS
+    # The first layer's backward also sums the gradient of positions: it has a body of its own.
+    assert len({region.body for region in layers}) == 4
+    assert {region.body for region in layers if not region.backward} == {"segment1"}
+    assert [region.layer for region in regions if region.head] == [LAYERS + 1]
+    assert gpt.graphs[0].bodies.keys() == {region.body for region in regions}
+
+
+def test_operands_say_how_they_are_passed_and_what_the_program_calls_them(gpt: Explanation) -> None:
+    (region,) = [region for region in gpt.graphs[0].regions if region.name == "stage2_1"]
+    passed = {operand.name: operand.how for operand in region.operands}
+    assert passed["blocks.1.norm_1.weight"] == "whole"
+    assert passed["gradient of blocks.1.up.weight"] == "sum"
+    assert passed["stage2_0[0]"] == passed["gradients of keys and values"] == "past"
+    assert passed["segment1[0]"] == "chunk"
+    sums = [result for result in region.results if result.startswith("sum")]
+    assert "sum 128x32, gradient of blocks.1.up.weight" in sums
+    assert any("own_models.py" in source for source in region.sources)
+
+
+def test_the_order_of_a_loop_has_a_reason(gpt: Explanation) -> None:
+    by_name = {region.name: region for region in gpt.graphs[0].regions}
+    assert by_name["stage2_1"].order == "descending"
+    assert "every later chunk has added its share" in by_name["stage2_1"].reason
+    assert by_name["segment2"].order == "ascending"
+    assert "written before it or a later chunk reads them" in by_name["segment2"].reason
+
+
+def test_attention_has_a_proof(gpt: Explanation) -> None:
+    proofs = gpt.graphs[0].attentions
+    assert len(proofs) == LAYERS
+    assert all(proof.causal and "the call says so" in proof.structure for proof in proofs)
+    assert all("scaled_dot_product_attention" in proof.source for proof in proofs)
+
+
+def masked(q: Tensor, bias: Tensor | None, kind: str) -> Tensor:
+    rows = torch.arange(q.shape[-2])
+    allowed = rows[None, :] <= rows[:, None]
+    if kind == "window":
+        allowed = allowed & (rows[None, :] > rows[:, None] - 7)
+    mask = allowed if bias is None else bias
+    return F.scaled_dot_product_attention(q, q, q, attn_mask=mask).square().mean()
+
+
+@pytest.mark.parametrize(
+    "kind, causal, words, window",
+    [
+        ("causal", True, "proven equal to k <= q", None),
+        ("window", True, "every allowed key is proven k <= q", 7),
+        ("data", False, "not proven causal", None),
+    ],
+)
+def test_proofs_are_of_the_mask_that_the_program_builds(
+    kind: str, causal: bool, words: str, window: int | None
+) -> None:
+    q = torch.rand(1, 2, TOKENS, 8, requires_grad=True)
+    bias = torch.rand(TOKENS, TOKENS) if kind == "data" else None
+    (proof,) = explain(masked, q, bias, kind).graphs[0].attentions
+    assert proof.causal is causal and words in proof.structure
+    assert window is None or proof.window == window
+
+
+def test_barriers_name_op_line_reason_and_bytes(mixing: Explanation) -> None:
+    assert not mixing.streams_everything
+    barriers = {barrier.op: barrier for barrier in mixing.barriers}
+    barrier = barriers["aten.cumsum.default"]
+    assert "mixes tokens" in barrier.reason and "mixed = self.model" in barrier.source
+    assert barrier.bytes == BATCH * TOKENS * 32 * 4
+
+
+def test_a_program_that_streams_whole_has_no_barrier(gpt: Explanation) -> None:
+    assert gpt.barriers == () and gpt.streams_everything
+
+
+def test_the_peak_is_the_sum_of_its_terms(gpt: Explanation) -> None:
+    assert gpt.peak.nbytes == sum(gpt.peak.terms().values()) > 0
+    assert gpt.peak.nbytes == max(m.nbytes for m in gpt.graphs[0].memory.moments)
+
+
+def test_peers_are_found_or_have_a_reason(gpt: Explanation) -> None:
+    eager = gpt.peers["eager"]
+    assert isinstance(eager, int) and eager == max(gpt.peer_courses["eager"])
+    # Logits, and what eager keeps of each layer, are more than a chunk of either.
+    assert eager > BATCH * TOKENS * 131 * 4 and eager > gpt.peak.nbytes
+    assert gpt.peers["gradient checkpointing"] == "the program has no gradient checkpointing"
+
+
+def test_the_text_has_every_part(
+    gpt: Explanation, mixing: Explanation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    text = to_text(gpt)
+    for words in ("segment1 ... segment3 (3)", "Why the order", "causal: the call says so"):
+        assert words in text
+    assert "Barriers: none" in text and "parameter gradients" in text and "eager" in text
+    assert str(gpt) == text
+    assert "aten.cumsum.default" in to_text(mixing) and "Barriers: none" not in to_text(mixing)
+
+
+def test_a_notebook_shows_tables_and_unfolds_operands(gpt: Explanation) -> None:
+    shown = gpt._repr_html_()
+    assert shown == to_notebook(gpt)
+    assert shown.count("<details>") == len(gpt.graphs[0].bodies)
+    assert "gradient of blocks.2.up.weight" in shown
+
+
+def test_all_of_it_but_graphs_is_json(mixing: Explanation) -> None:
+    data = json.loads(json.dumps(mixing.to_dict()))
+    assert data["peak"]["bytes"] == mixing.peak.nbytes and data["streams_everything"] is False
+    assert [loop["name"] for loop in data["graphs"][0]["loops"]] == [
+        region.name for region in mixing.graphs[0].regions
+    ]
+    assert data["graphs"][0]["barriers"][0]["bytes"] > 0
+
+
+def test_each_pass_left_its_graph(gpt: Explanation) -> None:
+    graph = gpt.graphs[0]
+    names = list(graph.graphs)
+    assert names.index("captured") < names.index("normalize") < names.index("fuse_head")
+    assert names.index("fuse_head") < names.index("rewritten") < names.index("backward")
+    captured = graph.print_readable("captured", print_output=False)
+    assert "scaled_dot_product_attention" in captured
+    rewritten = graph.print_readable("rewritten", print_output=False)
+    assert "streambp_loop(body_segment1, 50" in rewritten
+    assert "_nn.scaled_dot_product_attention(" not in rewritten
+    with pytest.raises(KeyError):
+        graph.python("unknown")
+
+
+def test_a_normal_compile_keeps_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    from streambp_fx.passes.pipeline import History
+
+    kept: list[str] = []
+    keep = History.keep
+
+    def noted(self: History, name: str, graph_module: torch.fx.GraphModule) -> None:
+        keep(self, name, graph_module)
+        kept.append(name)
+        assert name not in self.graphs
+
+    monkeypatch.setattr(History, "keep", noted)
+    streamed(NanoGPT(layers=1), chunk_size=CHUNK)(IDS, IDS)
+    assert {"captured", "normalize"} <= set(kept)
+
+
+@pytest.mark.parametrize("model", [NanoGPT(layers=2), TrilGPT()], ids=["fused", "written_out"])
+def test_the_python_of_forward_and_backward_computes_the_gradients(model: nn.Module) -> None:
+    model = model.double()
+    explained = explain(model, IDS, IDS).graphs[0]
+    forward, backward = (program(explained.python(name)) for name in ("forward", "backward"))
+    captured = explained.graphs["captured"].graph.find_nodes(op="placeholder")
+    given = [argument(node.name, model) for node in captured]
+    loss = model(IDS, IDS)
+    names = [name for name, _ in model.named_parameters()]
+    want = dict(zip(names, torch.autograd.grad(loss, list(model.parameters())), strict=True))
+    with torch.no_grad():
+        results = forward(*given)
+        torch.testing.assert_close(results[0], loss, rtol=1e-12, atol=0)
+        inputs = explained.graphs["backward"].graph.find_nodes(op="placeholder")
+        saved = results[-(len(inputs) - 1) :]
+        gradients = backward(*saved, torch.ones((), dtype=torch.float64))
+    for node, gradient in zip(captured, gradients, strict=True):
+        value = argument(node.name, model)
+        for name, parameter in model.named_parameters():
+            if value is parameter:
+                torch.testing.assert_close(gradient, want.pop(name), rtol=1e-10, atol=1e-14)
+    assert not want
+
+
+def program(text: str) -> Any:
+    namespace: dict[str, Any] = {}
+    exec(compile(text, "<explained>", "exec"), namespace)
+    return namespace["Program"]().forward
+
+
+def argument(placeholder: str, model: nn.Module) -> Tensor:
+    """The tensor that Dynamo calls ``placeholder``."""
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    for name, value in named.items():
+        flat = name.replace(".", "_modules_", name.count(".") - 1).replace(".", "_parameters_")
+        spelled = (flat, flat.replace("_parameters_", "_buffers_"))
+        if any(placeholder.endswith(f"modules_{words}_") for words in spelled):
+            return value
+    return IDS
+
+
+def test_neither_weights_nor_values_are_needed() -> None:
+    with torch.device("meta"):
+        model, ids = NanoGPT(layers=LAYERS), torch.zeros(BATCH, TOKENS, dtype=torch.int64)
+    on_meta = explain(model, ids, ids)
+    assert on_meta.peak.terms() == explain(NanoGPT(layers=LAYERS), IDS, IDS).peak.terms()
+    assert all(parameter.is_meta for parameter in model.parameters())
+
+
+def test_without_gradients_forward_alone_is_explained() -> None:
+    with torch.no_grad():
+        found = explain(NanoGPT(layers=LAYERS), IDS, IDS, peers=("eager",))
+    assert found.graphs[0].regions and not any(r.backward for r in found.graphs[0].regions)
+    assert "blocks.0.norm_1.weight" in {o.name for o in found.graphs[0].regions[1].operands}
+    assert isinstance(found.peers["eager"], int)
+
+
+def test_what_is_not_streamed_says_why() -> None:
+    found = explain(lambda x: (x * 2).sum(), torch.ones(6, 4, requires_grad=True))
+    assert found.graphs[0].unstreamed and not found.streams_everything
+    assert "Nothing is streamed" in to_text(found)
+
+
+def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown peer 'magic'"):
+        explain(NanoGPT(layers=1), IDS, IDS, peers=("magic",))
+    with pytest.raises(OptionError, match="chunk_size"):
+        streambp_fx.explain(NanoGPT(layers=1), IDS, IDS, options={"chunk_size": 0})
+    with pytest.raises(NothingCapturedError):
+        explain(lambda x: x, 3)
+
+
+def test_progress_is_told_or_drawn_on_terminals_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    said: list[str] = []
+    explain(NanoGPT(layers=1), IDS, IDS, peers=("eager",), on_progress=said.append)
+    assert said == ["tracing", "the passes have run", "predicting memory", "memory of eager"]
+    explain(NanoGPT(layers=1), IDS, IDS)
+    assert capfd.readouterr().err == ""
+
+
+def test_the_plot_stacks_terms_up_to_the_peak(gpt: Explanation, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    figure = gpt.plot_memory()
+    terms, ways = figure.axes
+    highest = max(path.vertices[:, 1].max() for c in terms.collections for path in c.get_paths())
+    assert highest == pytest.approx(gpt.peak.nbytes / 2**20)
+    labels = [text.get_text() for text in ways.get_legend().get_texts()]
+    assert [label.split(":")[0] for label in labels] == ["eager", 'backend="streambp"']
+    figure.savefig(tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
+
+
+@contextmanager
+def logged(level: int) -> Iterator[list[logging.LogRecord]]:
+    """What the package's logger emits from ``level`` on."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("streambp_fx")
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield records
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+
+
+def test_a_compile_logs_one_line_at_info_and_details_at_debug() -> None:
+    with logged(logging.INFO) as records:
+        streamed(NanoGPT(layers=1), chunk_size=CHUNK)(IDS, IDS)
+    (line,) = [record.getMessage() for record in records]
+    assert line.startswith(f"streamed {TOKENS} tokens in ") and f"chunks of {CHUNK}" in line
+    assert "all streamed" in line and "\n" not in line
+    with logged(logging.DEBUG) as records:
+        streamed(Mixing(), chunk_size=CHUNK, on_barrier="ignore")(IDS)
+    texts = [record.getMessage() for record in records]
+    assert "ops left unstreamed" in texts[0]
+    assert any(text.startswith("loop segment1: ") for text in texts)
+    assert any(text.startswith("unstreamed: aten.cumsum") for text in texts)
+    assert any(text.startswith("pass rewrite: ") for text in texts)
+
+
+def test_units() -> None:
+    assert [bytes_text(n) for n in (0, 999, 1536, 2**20, 5 * 2**29)] == [
+        *("0 B", "1.0 KiB", "1.5 KiB", "1.0 MiB", "2.5 GiB")
+    ]
+    assert share_text(1, 3) == "33 %" and share_text(0, 0) == "0 %"
+    frame = 'File "/a/b/model.py", line 7, in forward: x = y'
+    assert short_source(frame) == "model.py:7 in forward: x = y"
+    assert short_source(frame, code=False) == "model.py:7 in forward"
+    assert short_source("source line unknown") == "source line unknown"
