@@ -14,7 +14,7 @@ help:
 	@echo "make test-all   those, and the slow ones: every model in every way, wheels, examples"
 	@echo "make lint       ruff and mypy"
 	@echo "make format     let ruff rewrite what lint would refuse"
-	@echo "make bench      the reference benchmark; results in benchmarks/results"
+	@echo "make bench      against peers: all step by step, then the head alone; hours. Goes on if stopped"
 
 venv:
 	@scripts/setup_venv.sh $(VENV) dev
@@ -38,7 +38,8 @@ format: venv
 	@$(PYTHON_IN_VENV) -m ruff format .
 
 bench: venv
-	@$(PYTHON_IN_VENV) -m benchmarks.reference
+	@$(PYTHON_IN_VENV) -m benchmarks.peers
+	@$(PYTHON_IN_VENV) -m benchmarks.head
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

@@ -1,4 +1,4 @@
-"""DPO and GRPO of `streambp_fx.losses` on random batches, as steps to measure.
+"""Objectives on random batches, as steps to measure: DPO, GRPO and other ways to cross entropy.
 
 References come with the batch, as a trainer gives them that computes them once beforehand; so the
 step is that of the trained model alone.
@@ -6,20 +6,39 @@ step is that of the trained model alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from streambp_fx.losses import dpo_loss, grpo_loss, sft_loss
 
 Objective = Callable[..., tuple[Tensor, dict[str, Tensor]]]
 
+
+def linear_cross_entropy(
+    model: nn.Module, batch: Mapping[str, Tensor]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Cross entropy of the next token by torch's op that takes the logits in chunks.
+
+    Raises:
+        AttributeError: this torch has no such op.
+    """
+    body: Any = model
+    hidden = body.model(input_ids=batch["input_ids"], use_cache=False).last_hidden_state
+    labels = batch["labels"][:, 1:].flatten()
+    rows = hidden[:, :-1].flatten(0, 1)
+    options = nn.LinearCrossEntropyOptions()
+    return F.linear_cross_entropy(rows, body.lm_head.weight, labels, options=options), {}
+
+
 OBJECTIVES: dict[str, tuple[Objective, dict[str, Any]]] = {
     "sft": (sft_loss, {}),
     "dpo": (dpo_loss, {"beta": 0.1}),
     "grpo": (grpo_loss, {"beta": 0.04}),
+    "linear_cross_entropy": (linear_cross_entropy, {}),
 }
 """Each objective, and the options it is measured with."""
 
@@ -37,7 +56,7 @@ def batch_of(objective: str, ids: Tensor) -> dict[str, Tensor]:
     """
     rows, tokens = ids.shape
     prompt = tokens // 4
-    if objective == "sft":
+    if objective in ("sft", "linear_cross_entropy"):
         return {"input_ids": ids, "labels": ids}
     mask = torch.ones_like(ids)
     mask[:, :prompt] = 0

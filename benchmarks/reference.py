@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -27,11 +25,11 @@ import typer
 from rich.console import Console
 
 from .machine import describe
+from .processes import ROOT, run_module
 from .tables import print_tables
 from .worker import Job
 
 RESULTS = Path(__file__).parent / "results"
-ROOT = Path(__file__).parent.parent
 
 Part = StrEnum("Part", ["memory", "resident", "time", "phases", "compile"])
 Mode = StrEnum("Mode", ["eager", "gc", "compile", "streambp"])
@@ -41,6 +39,9 @@ COMPILE_LAYERS = 24
 COMPILE_TOKENS = 1024
 LONG_LAYERS = 12
 LONG_TOKENS = 16384
+
+SECONDS = 3600.0
+"""No measurement takes longer."""
 
 
 @dataclass(frozen=True)
@@ -71,20 +72,27 @@ def jobs(
             yield Job(Part.memory, mode, LONG_TOKENS, layers=LONG_LAYERS, device=device)
 
 
-def measure(job: Job) -> Measurement:
-    """Run ``job`` in a fresh process; one that measures compiling starts with empty caches."""
-    command = [sys.executable, "-m", "benchmarks.worker", json.dumps(asdict(job))]
+def measure(job: Job, seconds: float = SECONDS, path: str | None = None) -> Measurement:
+    """Run ``job`` in a fresh process; one that measures compiling starts with empty caches.
+
+    Args:
+        job: what to measure.
+        seconds: its time limit.
+        path: a folder of packages that the process finds before those installed.
+    """
+    lines: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as empty:
-        environment = dict(os.environ)
+        environment = {}
         if job.part == Part.compile:
             environment["TORCHINDUCTOR_CACHE_DIR"] = empty
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        if path is not None:
+            environment["PYTHONPATH"] = os.pathsep.join([path, str(ROOT)])
+        ended = run_module(
+            "benchmarks.worker", asdict(job), seconds, lines.append, environment=environment
         )
-    if done.returncode:
-        lines = done.stderr.strip().splitlines() or [f"ended with {done.returncode}"]
-        return Measurement(job, failure=lines[-1])
-    return Measurement(job, result=json.loads(done.stdout.strip().splitlines()[-1]))
+    if ended.failure or not lines:
+        return Measurement(job, failure=ended.failure or "ended without a result")
+    return Measurement(job, result=lines[0])
 
 
 def growth(measurements: list[Measurement]) -> list[dict[str, Any]]:

@@ -1,9 +1,10 @@
 """One measurement of the reference step, in this process, which does nothing else.
 
-    python -m benchmarks.worker '{"part": "memory", "mode": "gc", "tokens": 4096, ...}'
+    python -m benchmarks.worker '{"part": "memory", "mode": "gc", "tokens": 4096, ...}' RESULTS
 
-Prints one line of JSON, the last on standard output. The step is the one of a plain training
-script: ``model(input_ids=ids, labels=ids).loss.backward()``, ``use_cache`` as it comes.
+Writes one line of JSON to RESULTS. The step is the one of a plain training script,
+``model(input_ids=ids, labels=ids).loss.backward()``, ``use_cache`` as it comes, or that of an
+objective.
 """
 
 from __future__ import annotations
@@ -13,14 +14,30 @@ import resource
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from streambp_fx.demo import allocate_gradients, build_model, prepare, training_step
-from streambp_fx.measure import Quartiles, memory_use, paired_ratio, paired_times, step_time
+from streambp_fx.demo import (
+    Gradients,
+    allocate_gradients,
+    build_model,
+    training_step,
+)
+from streambp_fx.measure import (
+    Quartiles,
+    gradient_error,
+    memory_use,
+    paired_ratio,
+    paired_times,
+    step_time,
+)
+
+from .objectives import OBJECTIVES, batch_of, objective_step
+from .processes import Results
+from .ways import Way
 
 VOCABULARY = 32000
 WIDTH = 512
@@ -38,7 +55,10 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What to measure: ``part`` is a key of `PARTS`, ``mode`` one of the demo's variants."""
+    """What to measure: ``part`` is a key of `PARTS`, ``mode`` a way (see `benchmarks.ways`).
+
+    ``objective``: one of `OBJECTIVES`; by default the loss is the model's own.
+    """
 
     part: str
     mode: str
@@ -46,13 +66,20 @@ class Job:
     layers: int = 4
     rounds: int = 9
     device: str = "cpu"
+    rows: int = 1
+    vocabulary: int = VOCABULARY
+    objective: str = ""
 
 
 @dataclass
 class Prepared:
-    """A model with its gradients allocated, and the step that trains it."""
+    """A model with its gradients allocated, and the step that trains it.
+
+    ``parameters``: by the names they had before a way wrapped parts of the model.
+    """
 
     model: torch.nn.Module
+    parameters: dict[str, torch.nn.Parameter]
     call: Callable[..., Any]
     ids: torch.Tensor
     step: Callable[[], None]
@@ -63,16 +90,28 @@ def prepared(job: Job, mode: str | None = None) -> Prepared:
     model = build_model(
         layers=job.layers,
         width=WIDTH,
-        vocabulary=VOCABULARY,
+        vocabulary=job.vocabulary,
         intermediate=INTERMEDIATE,
         heads=HEADS,
     )
     torch.nn.Module.to(model, job.device)
     allocate_gradients(model)
-    call = prepare(model, mode or job.mode)
+    parameters = dict(model.named_parameters())
+    way = Way.parse(mode or job.mode)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, VOCABULARY, (1, job.tokens), generator=generator).to(job.device)
-    return Prepared(model, call, ids, training_step(model, call, ids))
+    ids = torch.randint(0, job.vocabulary, (job.rows, job.tokens), generator=generator)
+    ids = ids.to(job.device)
+    if not job.objective:
+        call = way.prepare(model)
+        return Prepared(model, parameters, call, ids, training_step(model, call, ids))
+    call = way.prepare(model, OBJECTIVES[job.objective][0])
+    add_gradients = objective_step(job.objective, model, call, batch_of(job.objective, ids))
+
+    def step() -> None:
+        model.zero_grad(set_to_none=False)
+        add_gradients()
+
+    return Prepared(model, parameters, call, ids, step)
 
 
 def memory(job: Job) -> dict[str, Any]:
@@ -109,15 +148,21 @@ def _peak_resident() -> int:
 
 
 def paired(job: Job) -> dict[str, Any]:
-    """Seconds of interleaved steps of this mode and of gradient checkpointing, and their ratio."""
-    steps = {"gc": prepared(job, "gc").step}
-    if job.mode != "gc":
-        steps[job.mode] = prepared(job).step
+    """Seconds of interleaved steps of this mode and of gradient checkpointing, and their ratio.
+
+    Gradient checkpointing is of the model's own loss where the objective is another way to it.
+    """
+    own_loss = replace(job, objective="") if job.objective == "linear_cross_entropy" else job
+    steps = {"gc": prepared(own_loss, "gc").step}
+    own = "gc"
+    if (job.mode, own_loss) != ("gc", job):
+        own = job.mode if job.mode != "gc" else f"gc, {job.objective}"
+        steps[own] = prepared(job).step
     for step in steps.values():
         step()
         step()
     times = paired_times(steps, job.rounds, job.device)
-    ratio = paired_ratio(times[job.mode], times["gc"])
+    ratio = paired_ratio(times[own], times["gc"])
     seconds = {mode: asdict(Quartiles.of(values)) for mode, values in times.items()}
     return {"ratio": asdict(ratio), "seconds": seconds, "times": times}
 
@@ -174,6 +219,25 @@ def kind_of(name: str) -> str:
     return "other"
 
 
+def exactness(job: Job) -> dict[str, Any]:
+    """The worst relative gradient error of a step against eager in fp64, and both losses.
+
+    Of the model's own loss; an objective has a test of its own.
+    """
+    wide = prepared(job, "eager")
+    wide.model.double()
+    exact_loss, exact = _loss_and_gradients(wide)
+    loss, gradients = _loss_and_gradients(prepared(job))
+    return {"error": gradient_error(gradients, exact), "loss": loss, "fp64_loss": exact_loss}
+
+
+def _loss_and_gradients(ready: Prepared) -> tuple[float, Gradients]:
+    allocate_gradients(ready.model)
+    loss = ready.call(input_ids=ready.ids, labels=ready.ids).loss
+    loss.backward()
+    return float(loss.detach()), {name: each.grad for name, each in ready.parameters.items()}
+
+
 def compile_time(job: Job) -> dict[str, Any]:
     """Seconds of the first step less a warm one: tracing and compiling, with nothing cached."""
     step = prepared(job).step
@@ -189,13 +253,14 @@ PARTS: dict[str, Callable[[Job], dict[str, Any]]] = {
     "resident": resident,
     "time": paired,
     "phases": phases,
+    "exactness": exactness,
     "compile": compile_time,
 }
 
 
 def main() -> None:
     job = Job(**json.loads(sys.argv[1]))
-    sys.stdout.write("\n" + json.dumps(PARTS[job.part](job)) + "\n")
+    Results(sys.argv[2]).add(PARTS[job.part](job))
 
 
 if __name__ == "__main__":

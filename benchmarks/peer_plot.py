@@ -1,0 +1,88 @@
+"""The peers' picture: peak against length, and time against peak."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .peer_table import MIB, Row
+
+Points = list[tuple[float, float]]
+
+
+def save_plot(rows: list[Row], path: Path) -> None:
+    """Draw what ``rows`` have and write ``path``, a picture.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    peers = list(dict.fromkeys(row["peer"] for row in rows))
+    colors = {peer: f"C{index % 10}" for index, peer in enumerate(peers)}
+    for peer, points in peaks_by_length(rows).items():
+        ours = peer.startswith("streambp") and "==" not in peer
+        left.plot(
+            *zip(*points, strict=True),
+            marker="o",
+            label=peer,
+            color=colors[peer],
+            linewidth=2.5 if ours else 1.2,
+        )
+    left.set(
+        xscale="log", yscale="log", xlabel="tokens", ylabel="peak of a step, MiB", title="Memory"
+    )
+    left.legend(fontsize="small")
+    for peer, (peak, ratio) in time_and_peak(rows).items():
+        right.scatter(peak, ratio, color=colors[peer])
+        right.annotate(peer, (peak, ratio), xytext=(5, 3), textcoords="offset points", fontsize=8)
+    right.set(
+        xscale="log",
+        xlabel="peak of a step, MiB",
+        ylabel="time, gradient checkpointing = 1",
+        title="Time and memory at the longest length that both have",
+    )
+    right.axhline(1.0, color="grey", linewidth=0.8)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def peaks_by_length(rows: list[Row]) -> dict[str, Points]:
+    """For each peer, ``(tokens, MiB)`` on the model that most measurements are of, by length."""
+    lines: dict[str, Points] = {}
+    for row in _on_main_model(rows, "memory"):
+        point = (row["job"]["tokens"], row["result"]["peak"] / MIB)
+        lines.setdefault(row["peer"], []).append(point)
+    return {peer: sorted(points) for peer, points in lines.items()}
+
+
+def time_and_peak(rows: list[Row]) -> dict[str, tuple[float, float]]:
+    """For each peer, ``(MiB, median ratio of time)`` at the longest length that has both."""
+    peaks = {peer: dict(points) for peer, points in peaks_by_length(rows).items()}
+    found: dict[str, tuple[float, float]] = {}
+    for row in sorted(_on_main_model(rows, "time"), key=lambda row: row["job"]["tokens"]):
+        peak = peaks.get(row["peer"], {}).get(row["job"]["tokens"])
+        if peak is not None:
+            found[row["peer"]] = (peak, row["result"]["ratio"]["median"])
+    return found
+
+
+def _on_main_model(rows: list[Row], part: str) -> list[Row]:
+    """The rows of ``part`` that have a result, of the commonest layers and vocabulary, SFT only."""
+    measured = [
+        row
+        for row in rows
+        if row["result"] is not None
+        and row["job"]["part"] == part
+        and row["job"]["objective"] not in ("dpo", "grpo")
+    ]
+    models = [_model(row["job"]) for row in measured]
+    return [row for row in measured if _model(row["job"]) == max(models, key=models.count)]
+
+
+def _model(job: dict[str, Any]) -> tuple[int, int]:
+    return job["layers"], job["vocabulary"]
