@@ -47,6 +47,10 @@ ATTENTION_BACKWARD = torch.ops.streambp.attention_backward.default
 IOTA = torch.ops.prims.iota.default
 
 
+FEW = 4
+"""A part of a sequence is few tokens if the whole has this many times its bytes."""
+
+aten = torch.ops.aten
 ANOTHER_LENGTH = "its sequence is not the streamed one (another length)"
 
 
@@ -207,8 +211,18 @@ def _visit(axes: Axes, node: Node) -> None:
             _note_part(axes, node, place)
         return
     reason = _apply_rule(axes, node, live, prologue)
-    if reason is not None and not prologue:
+    if reason is not None and not prologue and not _takes_few_tokens(node):
         _barrier(axes, node, live, reason)
+
+
+def _takes_few_tokens(node: Node) -> bool:
+    """Whether a part of the sequence is read that is small beside it, as the last token is.
+
+    The part is made once outside loops, as it would be anyhow; nothing is lost that could stream.
+    """
+    if node.target not in (aten.select.int, aten.slice.Tensor):
+        return False
+    return bytes_of(node) * FEW <= bytes_of(tensor_inputs(node)[0])
 
 
 def _is_ids(node: Node, length: Size) -> bool:

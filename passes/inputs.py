@@ -42,11 +42,7 @@ def find_sequence_axes(joint: JointGraph, roles: dict[Node, InputRole]) -> list[
     That of the data inputs; then the lengths of attention, longest first, which a program may have
     put together from several inputs (``cat([prompt, completion], 1)``).
     """
-    data = [
-        node
-        for node in joint.primals
-        if roles[node] is InputRole.DATA and isinstance(value_of(node), torch.Tensor)
-    ]
+    data = _data_inputs(joint, roles)
     found: list[tuple[Size, int]] = []
     lead = _leading_input(data)
     if lead is not None:
@@ -60,6 +56,20 @@ def find_sequence_axes(joint: JointGraph, roles: dict[Node, InputRole]) -> list[
         if not any(same_size(shape[2], length) for length, _ in found):
             found.append((shape[2], hint_of(shape[0])))
     return [_axis(data, length, batch) for length, batch in found if hint_of(length) >= 2]
+
+
+def has_one_token(joint: JointGraph, roles: dict[Node, InputRole]) -> bool:
+    """Whether there is a sequence, and it is shorter than two tokens."""
+    lead = _leading_input(_data_inputs(joint, roles))
+    return lead is not None and hint_of(value_of(lead[0]).shape[lead[1]]) < 2
+
+
+def _data_inputs(joint: JointGraph, roles: dict[Node, InputRole]) -> list[Node]:
+    return [
+        node
+        for node in joint.primals
+        if roles[node] is InputRole.DATA and isinstance(value_of(node), torch.Tensor)
+    ]
 
 
 def _axis(data: list[Node], length: Size, batch: int) -> SequenceAxis:

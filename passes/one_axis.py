@@ -26,7 +26,14 @@ from .cuts import Segments, choose_cuts
 from .dataflow import JointGraph, read_joint
 from .fuse_head import fuse_head
 from .history import History, Settings, timed
-from .inputs import InputRole, SequenceAxis, find_sequence_axes, label_tangents, read_roles
+from .inputs import (
+    InputRole,
+    SequenceAxis,
+    find_sequence_axes,
+    has_one_token,
+    label_tangents,
+    read_roles,
+)
 from .placement import hint_of
 from .rewrite import Rewritten, rewrite
 from .rules.sizes import same_size
@@ -60,8 +67,10 @@ def stream_along_one_axis(
     ]
     axis = _choose_axis(joint, candidates, parameters)
     if axis is None:
-        if not lengths:
-            history.unstreamed = "no input has a sequence axis of two or more tokens"
+        if has_one_token(joint, roles):
+            history.notes.append("nothing to stream: the sequence is one token long")
+        elif not lengths:
+            history.unstreamed = "no input has a sequence axis"
         return None
     analysis = _analyse(joint, axis, parameters, history)
     if analysis is not None and joint.tangents:

@@ -20,6 +20,7 @@ from ._torch import aot_autograd, default_partition, inductor_config
 from .options import Options, parse_options
 from .passes.decompositions import decompositions
 from .passes.defer_outputs import defer_outputs
+from .passes.equal_shapes import equate_token_shapes
 from .passes.inputs import InputRole
 from .passes.kernel_choice import kernel_choices
 from .passes.lower import lower
@@ -82,6 +83,7 @@ class Compilation:
         self, graph_module: GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
         self.history.keep("captured", graph_module)
+        equate_token_shapes(graph_module)
         self._normalize_attention(graph_module)
         self.history.keep("normalize_attention", graph_module)
         deferral = defer_outputs(

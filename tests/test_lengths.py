@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.backend import streamed
+from tests.backend import assert_streamed_whole, needs_report, streamed
 from tests.marks import SLOW, slow_but
 from tests.models import build, make_batch, make_dtype_preserving
 from tests.oracle import assert_same_step, run
+from tests.own_models import LogitsOnly
 from tests.watch import count_compiles
 
 CHUNK = 16
@@ -86,3 +87,34 @@ def test_length_two_and_one_token_of_loss(dynamic: bool | None) -> None:
     batch = make_batch(2, 2, ignored=0.0)
     got = run(model, batch, streamed(model, dynamic=dynamic, chunk_size=CHUNK))
     assert_same_step(got, run(model, batch))
+
+
+@needs_report
+def test_batch_and_length_that_become_dynamic_one_after_the_other() -> None:
+    """Ids and labels get symbols of their own then, and are still known to have one shape."""
+    model = make_dtype_preserving(build("nanogpt"))
+    function = streamed(model, chunk_size=CHUNK)
+    for rows, length in [(2, 36), (2, 41), (6, 57)]:
+        run(model, make_batch(rows, length), function)
+        assert_streamed_whole()
+    for rows, length in [(3, 23), (5, 70), (2, 36)]:
+        batch = make_batch(rows, length)
+        with count_compiles() as compiles:
+            got = run(model, batch, function)
+        assert_same_step(got, run(model, batch))
+        assert compiles.frames == 0
+
+
+@needs_report
+def test_labels_of_another_shape_compile_anew_and_are_right() -> None:
+    def loss_fn(ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        logits = model(ids)[:, -labels.shape[1] :]
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    torch.manual_seed(0)
+    model = LogitsOnly().double()
+    function = streamed(loss_fn, dynamic=True, chunk_size=CHUNK)
+    for tokens, answer in [(36, 36), (36, 20), (41, 41)]:
+        ids = make_batch(2, tokens)["input_ids"]
+        labels = ids[:, -answer:].clone()
+        torch.testing.assert_close(function(ids, labels), loss_fn(ids, labels))
