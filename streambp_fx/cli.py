@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from .commands.bench import bench_command
 from .commands.check import check_command
 from .commands.demo import demo
 from .commands.explain import explain_command
@@ -21,6 +22,7 @@ app.command("demo")(demo)
 app.command("explain")(explain_command)
 app.command("check")(check_command)
 app.command("plan")(plan_command)
+app.command("bench")(bench_command)
 
 
 def main() -> None:
