@@ -150,7 +150,7 @@ def _exactness(size: Size) -> Part:
         Job("attention", attention, 60),
         *(Job("gradients", (case,), 100, size.exact, case["dtype"]) for case in gradients),
     )
-    return Part("exactness", 105, jobs, at_once=3)
+    return Part("exactness", 105, jobs, at_once=5)
 
 
 def _peak_and_time(size: Size) -> Part:

@@ -130,7 +130,7 @@ def longest(trainer: Trainer, case: Case, tell: Callable[[dict[str, Any]], objec
     on_cuda = torch.device(trainer.device).type == "cuda"
     if on_cuda:
         total = torch.cuda.get_device_properties(trainer.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), trainer.device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total))
 
     def fits(tokens: int) -> bool:
         try:

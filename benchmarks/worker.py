@@ -13,11 +13,12 @@ import json
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from streambp_fx.demo import (
@@ -193,15 +194,22 @@ def profiled_step(
             loss.backward()
         if on_gpu:
             torch.cuda.synchronize(ids.device)
+    return add_up(profiled.key_averages(), on_gpu)
+
+
+def add_up(averages: Iterable[Any], on_gpu: bool) -> dict[str, Any]:
+    """Seconds by phase, by kind of work and by name, of the profiler's ``key_averages``."""
+    averages = list(averages)
+    # On a GPU an op's kernels are events of their own, and a span of ops is repeated there under
+    # its own name: what bears the name of something on the CPU is no kernel.
+    on_cpu = {event.key for event in averages if event.device_type == DeviceType.CPU}
     spent: dict[str, float] = {}
     named: dict[str, float] = {}
     marked: dict[str, float] = {}
-    for event in profiled.key_averages():
-        runs_on_gpu = event.device_type != torch.autograd.DeviceType.CPU
-        if event.key.startswith("phase:") and not runs_on_gpu:
+    for event in averages:
+        if event.key.startswith("phase:") and event.device_type == DeviceType.CPU:
             marked[event.key.removeprefix("phase:")] = event.cpu_time_total / 1e6
-        # Spans that mark others, and on a GPU the ops whose kernels are events of their own.
-        if on_gpu and (not runs_on_gpu or event.is_user_annotation):
+        if on_gpu and event.key in on_cpu:
             continue
         seconds = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
         named[event.key] = named.get(event.key, 0.0) + seconds

@@ -6,11 +6,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from torch.autograd import DeviceType
 from typer.testing import CliRunner
 
 from benchmarks import head_worker, peers, published, reference, saved, worker
@@ -233,6 +235,34 @@ def test_objectives_have_a_peak(small: None) -> None:
     for objective in ("dpo", "grpo"):
         result = worker.PARTS["memory"](job("memory", "gc", rows=2, objective=objective))
         assert result["peak"] > 4 * 2 * 37 * 64
+
+
+def event(key: str, device: DeviceType, seconds: float) -> SimpleNamespace:
+    micros = seconds * 1e6
+    return SimpleNamespace(
+        key=key,
+        device_type=device,
+        cpu_time_total=micros,
+        self_cpu_time_total=micros,
+        self_device_time_total=micros,
+    )
+
+
+def test_a_kernel_of_a_gpu_counts_once() -> None:
+    """Not again with the op that launched it, nor with a span that it ran in."""
+    gpu = DeviceType.CUDA
+    averages = [
+        event("aten::mm", DeviceType.CPU, 3.0),
+        event("phase:forward", DeviceType.CPU, 5.0),
+        event("phase:forward", gpu, 4.0),
+        event("nvjet_tst_128x256", gpu, 3.0),
+        event("flash_bwd_kernel", gpu, 2.0),
+        event("Memcpy DtoD", gpu, 1.0),
+    ]
+    found = worker.add_up(averages, on_gpu=True)
+    assert found["phases"] == {"forward": 5.0}
+    assert found["kinds"] == {"matrix products": 3.0, "attention": 2.0, "copies": 1.0}
+    assert list(found["top"]) == ["nvjet_tst_128x256", "flash_bwd_kernel", "Memcpy DtoD"]
 
 
 @pytest.mark.parametrize("way", ["eager", "streambp:compile_bodies=False,head_chunk_size=24"])

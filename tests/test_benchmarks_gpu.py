@@ -348,6 +348,26 @@ def test_every_planned_case_can_be_measured() -> None:
                 json.dumps(job.message(list(job.cases), "cuda"))
 
 
+def test_the_script_needs_no_package_beside_torch_and_transformers() -> None:
+    program = (
+        "import sys\n"
+        "for name in ('rich', 'typer', 'matplotlib'): sys.modules[name] = None\n"
+        "import benchmarks.gpu, benchmarks.gpu_worker\n"
+        "from benchmarks.ways import Way\n"
+        "import torch\n"
+        "model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.ReLU())\n"
+        "way = Way.parse('streambp:compile_bodies=False,chunk_size=16')\n"
+        "way.prepare(model)(torch.rand(2, 50, 8)).sum().backward()\n"
+        "import streambp_fx\n"
+        "assert streambp_fx.last_report().loops\n"
+    )
+    root = Path(gpu.__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.slow
 def test_the_script_runs_from_another_folder(tmp_path: Path) -> None:
     script = Path(gpu.__file__).with_name("gpu.sh")
