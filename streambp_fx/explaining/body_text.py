@@ -2,7 +2,8 @@
 
     v3 = aten.mm(v2, permute(lm_head.weight))  [c, 4096]
 
-``c`` is the chunk's length in tokens.
+``c`` is the chunk's length in tokens. Sizes in arguments, as in ``view(v2, [1, 16384, 4096])``, are
+those of the whole: they are rewritten as the body runs, and the shape behind says to what.
 """
 
 from __future__ import annotations
