@@ -7,6 +7,7 @@ Replace `model` by ``AutoModelForCausalLM.from_pretrained(...)``, `tokenizer` by
 from __future__ import annotations
 
 import argparse
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,7 +64,7 @@ def arguments(doc: str | None, *, tokens: int, steps: int) -> argparse.Namespace
 def training(steps: int) -> dict[str, Any]:
     """Arguments of a trainer that trains on the CPU and leaves no files."""
     return {
-        "output_dir": "/tmp/streambp_fx_example",
+        "output_dir": tempfile.mkdtemp(),
         "max_steps": steps,
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
