@@ -175,6 +175,21 @@ def constant(argument: Any) -> float | None:
     return None
 
 
+def holds_mask(bias: Node) -> bool:
+    """Whether some number as low as a fill goes into ``bias``: then it masks, as a fill does."""
+    seen, stack = set(), [bias]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        numbers = [one for one in (*node.args, *node.kwargs.values()) if isinstance(one, float)]
+        if any(number <= _LARGEST_FINITE_FILL for number in numbers):
+            return True
+        stack.extend(node.all_input_nodes)
+    return False
+
+
 def check_fill(fill: float) -> None:
     """
     Raises:

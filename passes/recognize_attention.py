@@ -14,7 +14,8 @@ averages V. Through a fill no gradient reaches q and k, unlike through an added 
 in such rows, which makes their scores equal and their gradients 0.
 
 Left alone, and reported: attention whose scores or weights are used elsewhere too, whose bias
-needs a gradient, or whose fill is no mask.
+needs a gradient, whose fill is no mask, or that is both filled and masked by an added bias, so that
+filled keys keep weight where both are as low.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from .attention_scores import (
     Scores,
     Step,
     check_fill,
+    holds_mask,
     scores_before,
 )
 from .dynamo_calls import argument_of, erase_unused, is_call, value_of
@@ -154,6 +156,7 @@ class _Bias:
         self._additive: Node | None = None
         self._allowed: Node | None = None
         self._unfilled: Node | None = None
+        self._masked = False
 
     def apply(self, step: Step) -> None:
         """One more step.
@@ -162,6 +165,8 @@ class _Bias:
             CannotNormalizeError: a bias needs a gradient, or a fill is no mask.
         """
         if isinstance(step, Multiply):
+            if step.factor == 0.0:
+                raise CannotNormalizeError("the scores are multiplied by 0")
             if step.factor <= 0.0 and (self._allowed is not None or self._unfilled is not None):
                 raise CannotNormalizeError("masked scores are multiplied by a negative number")
             self.scale *= step.factor
@@ -169,6 +174,10 @@ class _Bias:
                 self._additive = self._times(self._additive, step.factor)
         elif isinstance(step, Add):
             check_bias(step.bias)
+            if self._unfilled is not None:
+                # Where both are about as low, filled keys keep weight, and take no gradient.
+                raise CannotNormalizeError("a bias is added to scores that were filled")
+            self._masked |= holds_mask(step.bias)
             self._add(self._times(step.bias, step.factor))
         else:
             self._fill(step)
@@ -190,13 +199,19 @@ class _Bias:
         if step.fill < self._lowest:
             self._allowed = self._and(self._allowed, allowed)
             return
+        if self._masked:
+            raise CannotNormalizeError("scores are filled after a mask was added to them")
         self._unfilled = self._and(self._unfilled, allowed)
+        if self._allowed is not None:
+            # A finite fill brings back keys that were at -inf.
+            filled = self._emit.call(torch.logical_not, allowed)
+            self._allowed = self._emit.call(operator.or_, self._allowed, filled)
+        how = {"device": tensor_of(mask).device, "dtype": self._dtype}
+        # Not a number: beside another one it would be fp32, which can not hold float64's lowest.
+        fill = self._emit.call(torch.full, (), step.fill, **how)
         kept = self._additive
         if kept is None:
-            device = tensor_of(mask).device
-            kept = self._emit.call(torch.zeros, (), device=device, dtype=self._dtype)
-        # Two numbers make an fp32 tensor, which can not hold float64's lowest number.
-        fill = max(step.fill, torch.finfo(torch.float32).min)
+            kept = self._emit.call(torch.zeros, (), **how)
         self._additive = self._emit.call(torch.where, allowed, kept, fill)
 
     def _and(self, one: Node | None, other: Node) -> Node:

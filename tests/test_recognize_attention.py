@@ -169,6 +169,16 @@ def test_no_gradient_is_finite_where_eager_has_nan() -> None:
         assert own[other.isnan()].isnan().all()
 
 
+def test_a_finite_fill_brings_back_keys_at_minus_infinity() -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores = scaled(q, k).masked_fill(~causal(q), -math.inf)
+        return scores.masked_fill(~mask, -1e9).softmax(-1) @ v
+
+    mask = boolean(B, 1, 1, T)
+    mask[..., :3] = False
+    normalised(compare(program, *qkv(), mask, atol=1e-6))
+
+
 def test_dropout() -> None:
     torch._dynamo.reset()
     captured = Captured()
@@ -218,6 +228,29 @@ class TestRefusals:
             return (scaled(q, k) + bias).softmax(-1) @ v
 
         self.refused(compare(program, *qkv(), normal(H, T, T)), "needs a gradient")
+
+    def test_bias_after_a_fill(self) -> None:
+        def program(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+            return (scaled(q, k).masked_fill(~causal(q), MIN) + bias).softmax(-1) @ v
+
+        self.refused(compare(program, *qkv(), normal(T, grad=False)), "added to scores that were")
+
+    def test_fill_after_a_mask(self) -> None:
+        """Padding added and the future filled: in a padded row both are as low."""
+
+        def program(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+            bias = torch.where(mask, torch.zeros((), dtype=q.dtype), MIN)
+            return (scaled(q, k) + bias).masked_fill(~causal(q), MIN).softmax(-1) @ v
+
+        mask = boolean(B, 1, 1, T)
+        mask[..., :3] = False
+        self.refused(compare(program, *qkv(), mask), "after a mask was added")
+
+    def test_scores_of_zero(self) -> None:
+        def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return ((q @ k.mT) * 0.0).masked_fill(~causal(q), -math.inf).softmax(-1) @ v
+
+        self.refused(compare(program, *qkv()), "multiplied by 0")
 
     def test_fill_is_no_mask(self) -> None:
         def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
