@@ -73,6 +73,8 @@ def _bounds(node: Node, dim_size: Size) -> tuple[int, int] | None:
         return (start, dropped - start)
     if isinstance(start, int) and start < 0 and (end is None or _is_open(end)):
         return (dropped, 0)
+    if isinstance(start, int) and isinstance(end, int) and start < end < 0 and -end <= dropped:
+        return (dropped + end, -end)
     if isinstance(start, Node):
         lo = _as_int(value_of(start))
         if lo is None:
@@ -144,9 +146,14 @@ def _pad_change(node: Node, place: Streamed | None) -> tuple[Streamed, ExtentCha
         return None
     if not all(isinstance(amount, int) for amount in here):
         return None
+    if min(here) < 0 < max(here):
+        return None
     extent = Extent(place.extent.lo - here[0], place.extent.hi - here[1])
     if extent.lo < 0 or extent.hi < 0:
         return None
+    if min(here) < 0:
+        # The backward of a pad takes away what was added.
+        return Streamed(place.dim, 1, 1, extent), ExtentChange(0, extent, None)
     fill = node.args[2] if len(node.args) > 2 else node.kwargs.get("value", 0)
     return Streamed(place.dim, 1, 1, extent), ExtentChange(0, extent, float(fill or 0))  # type: ignore[arg-type]
 

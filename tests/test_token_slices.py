@@ -19,6 +19,7 @@ SLICES: dict[str, Callable[[Tensor], Tensor]] = {
     "drop a chunk at the start": lambda x: x[:, 9:],
     "drop chunks at both ends": lambda x: x[:, 9:-8],
     "keep the last four": lambda x: x[:, -4:],
+    "keep the last but one": lambda x: x[:, -6:-1],
     "keep the first three": lambda x: x[:, :3],
     "slice a slice": lambda x: x[:, 2:][:, 5:-1],
 }
@@ -39,6 +40,30 @@ def test_loss_over_a_slice_of_tokens(name: str, chunk: int) -> None:
     right = torch.autograd.grad(loss(ids), parameters)
     left = torch.autograd.grad(streamed(loss, chunk_size=chunk)(ids), parameters)
     assert_streamed_whole()
+    torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-13)
+
+
+PADS: dict[str, Callable[[Tensor], Tensor]] = {
+    "a dropped token is padded at the end": lambda x: F.pad(x[:, 1:].tanh(), (0, 0, 0, 1)),
+    "differences are padded": lambda x: F.pad(x.diff(dim=1), (0, 0, 1, 0)),
+    "both ends are padded": lambda x: F.pad(x[:, 3:-3], (0, 0, 3, 3), value=0.5),
+    "more is padded than was dropped": lambda x: F.pad(x[:, 2:], (0, 0, 3, -1)),
+}
+
+
+@needs_report
+@pytest.mark.parametrize("chunk", [1, 4, 64])
+@pytest.mark.parametrize("name", PADS)
+def test_pads_of_slices(name: str, chunk: int) -> None:
+    torch.manual_seed(0)
+    model, ids = LogitsOnly(tied=False).double(), torch.randint(0, 131, (2, LENGTH))
+    parameters, pad = list(model.parameters()), PADS[name]
+
+    def loss(ids: Tensor) -> Tensor:
+        return model.head(pad(model.features(ids))).logsumexp(-1).mean()
+
+    right = torch.autograd.grad(loss(ids), parameters)
+    left = torch.autograd.grad(streamed(loss, chunk_size=chunk)(ids), parameters)
     torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-13)
 
 
