@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from .axes import ATTENTION_BACKWARD
 from .dataflow import VIEWS
-from .placement import tensor_inputs
+from .placement import tensor_inputs, value_of
 from .rules.arguments import overloads
 from .rules.calls import constant_fill
 
@@ -52,6 +52,9 @@ ACCUMULATING = {
 """Linear in base and values together; indices must not depend on the tangent."""
 
 
+LINEAR_DTYPES = {torch.float64, torch.float32, torch.bfloat16}
+"""In which a value scaled before a cast is, up to rounding, one that is scaled after it."""
+
 SHAPE_ALONE = {
     *(aten.new_zeros.default, aten.zeros_like.default, aten.full_like.default),
     *(aten.new_empty.default, aten.new_empty_strided.default, aten.empty_like.default),
@@ -67,6 +70,9 @@ def is_linear(node: Node, dependent: Set[Node]) -> bool:
     reads = [index for index, source in enumerate(inputs) if source in dependent]
     if not reads or node.target in SHAPE_ALONE:
         return True
+    value = value_of(node)
+    if isinstance(value, torch.Tensor) and value.dtype not in LINEAR_DTYPES:
+        return False
     if node.target is aten.copy.default:
         return 1 in reads
     if node.target is aten.masked_fill.Scalar:

@@ -74,7 +74,7 @@ def stream(
                 break
         _check_guards(normal, guards)
     except RewriteError as error:
-        history.unstreamed = str(error)
+        history.unstreamed, history.head_fused = str(error), False
         return None
     if rewritten is not None:
         history.graphs["rewritten"] = rewritten.graph_module

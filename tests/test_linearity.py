@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import streambp_fx
 from streambp_fx.passes.linearity import is_linear
-from tests.backend import needs_report, streamed
+from tests.backend import last_report, needs_report, streamed
 
 
 class Clipped(torch.autograd.Function):
@@ -24,6 +24,36 @@ class Clipped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         return grad.clamp(-1e-3, 1e-3)
+
+
+class Rounded(torch.autograd.Function):
+    """The identity, whose backward rounds the gradient through another dtype."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = dtype
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return (grad * 1e3).to(ctx.dtype).to(grad.dtype) / 1e3, None
+
+
+@needs_report
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn])
+def test_gradient_that_is_rounded_is_not_scaled_afterwards(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    model, ids = Model(clip=False), torch.randint(0, 31, (2, 21))
+
+    def loss(ids: Tensor) -> Tensor:
+        logits = Rounded.apply(model.head(torch.tanh(model.embed(ids))), dtype)
+        return F.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+    parameters = list(model.parameters())
+    right = torch.autograd.grad(loss(ids) * 64, parameters)
+    left = torch.autograd.grad(streamed(loss, chunk_size=8)(ids) * 64, parameters)
+    assert not last_report().head_fused
+    torch.testing.assert_close(left, right, rtol=1e-4, atol=1e-5)
 
 
 class Model(nn.Module):
