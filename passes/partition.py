@@ -13,11 +13,19 @@ from streambp_fx._torch import extract_fwd_bwd_modules
 
 from .placement import value_of
 from .rewrite import Rewritten
+from .rules.sizes import expr_of
 
 
-def split(rewritten: Rewritten, num_forward_outputs: int) -> tuple[GraphModule, GraphModule]:
-    """The forward and backward graphs of a rewritten joint graph."""
+def split(
+    rewritten: Rewritten, num_forward_outputs: int, num_changed: int = 0
+) -> tuple[GraphModule, GraphModule]:
+    """The forward and backward graphs of a rewritten joint graph.
+
+    ``num_changed`` is how many inputs the program changes in place, once forward has run. Backward,
+    which computes again from what forward read, gets copies of them.
+    """
     graph = rewritten.graph_module.graph
+    _copy_for_backward(rewritten, num_changed)
     saved: dict[Node, None] = {}
     sizes: dict[Node, None] = {}
     output = graph.output_node()
@@ -38,3 +46,36 @@ def split(rewritten: Rewritten, num_forward_outputs: int) -> tuple[GraphModule, 
     return extract_fwd_bwd_modules(
         rewritten.graph_module, list(saved), list(sizes), num_forward_outputs
     )
+
+
+def _copy_for_backward(rewritten: Rewritten, num_changed: int) -> None:
+    """Give backward copies of the inputs that may be changed.
+
+    Their new values come first among the outputs. Which inputs they are of is not said; those of
+    one shape and dtype are taken for them, and are small.
+    """
+    graph = rewritten.graph_module.graph
+    output = graph.output_node()
+    changed = {_like(node) for node in list(output.args[0])[:num_changed]}  # type: ignore[arg-type]
+    inputs = list(graph.find_nodes(op="placeholder"))
+    for source in inputs:
+        readers = [
+            user
+            for user in source.users
+            if user not in rewritten.forward_nodes and user is not output
+        ]
+        if readers and _like(source) in changed - {None}:
+            with graph.inserting_after(inputs[-1]):
+                copy = graph.call_function(torch.ops.aten.clone.default, (source,))
+            copy.meta["val"] = value_of(source)
+            rewritten.forward_nodes.add(copy)
+            for reader in readers:
+                reader.replace_input_with(source, copy)
+
+
+def _like(node: object) -> tuple[object, ...] | None:
+    """Dtype and shape of a tensor, ``None`` for anything else."""
+    value = value_of(node) if isinstance(node, Node) else None
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, *(expr_of(size) for size in value.shape))
+    return None

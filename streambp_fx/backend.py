@@ -72,6 +72,7 @@ class Compilation:
         self.options = options
         self.history = History()
         self.roles: list[InputRole] = []
+        self.returned = 0
         # Inductor's settings live in context variables, and bodies compile later, some of them
         # in autograd's thread.
         self.inductor = {**inductor_config.get_config_copy(), **options.inductor}
@@ -90,6 +91,7 @@ class Compilation:
             graph_module, example_inputs, keep_outputs=self.options.keep_outputs
         )
         self.history.keep("defer_outputs", graph_module)
+        self.returned = len(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]
         self.roles = _input_roles(graph_module, example_inputs)
         compiler = aot_autograd(
             fw_compiler=self._run_graph,
@@ -126,7 +128,7 @@ class Compilation:
                 joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
             )
         else:
-            forward, backward = split(rewritten, num_fwd_outputs)
+            forward, backward = split(rewritten, num_fwd_outputs, num_fwd_outputs - self.returned)
         self.history.graphs.update(forward=forward, backward=backward)
         return forward, backward
 
