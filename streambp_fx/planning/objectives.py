@@ -24,10 +24,9 @@ BETA = 0.1
 CLIP = 0.2
 
 
-def sft(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """The loss that the model computes itself from labels."""
-    loss: Tensor = model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
-    return loss
+def sft(model: Any, batch: Mapping[str, Tensor]) -> Any:
+    """The model's outputs, with the loss that it computes itself from labels."""
+    return model(input_ids=batch["input_ids"], labels=batch["input_ids"])
 
 
 def dpo(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
@@ -51,7 +50,7 @@ def _log_probs(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
     return selected_log_probs(next_token_logits(model, batch), batch["input_ids"][:, 1:])
 
 
-PROGRAMS: dict[str, Callable[[Any, Mapping[str, Tensor]], Tensor]] = {
+PROGRAMS: dict[str, Callable[[Any, Mapping[str, Tensor]], Any]] = {
     "sft": sft,
     "dpo": dpo,
     "grpo": grpo,

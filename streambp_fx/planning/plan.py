@@ -22,8 +22,12 @@ from .timelines import ACTIVATIONS, Timeline, plain_timeline, streamed_history, 
 STREAMED = "streambp"
 WAYS = (EAGER, CHECKPOINTING, STREAMED)
 
-LENGTHS = (8192, 32768, 131072)
-"""Tokens of the whole batch at which a step is traced."""
+LENGTHS = {
+    EAGER: (4096, 8192, 16384),
+    CHECKPOINTING: (4096, 8192, 16384),
+    STREAMED: (16384, 131072),
+}
+"""Tokens of the whole batch at which a step is traced: three where there may be ``T^2`` terms."""
 CHUNK_SIZES = (4096, 2048, 1024, 512, 256)
 HEAD_CHUNK_SIZES = (1024, 512, 256, 128, 64)
 """Tokens of the whole batch that are tried as chunks, the largest first."""
@@ -110,7 +114,7 @@ def plan(
     if unknown:
         raise ValueError(f"unknown way {unknown[0]!r}; there are {', '.join(WAYS)}")
     config = load_config(model) if isinstance(model, str) else model
-    planner = _Planner(config, setting, workspace, on_progress, len(ways))
+    planner = _Planner(config, setting, workspace, on_progress, ways)
     found = []
     for way in ways:
         if way == STREAMED:
@@ -139,16 +143,18 @@ class _Planner:
         setting: Setting,
         workspace: Workspace,
         on_progress: Callable[[float, str], object],
-        ways: int,
+        ways: Sequence[str],
     ) -> None:
         self.setting = setting
         self.workspace = workspace
         self.layers: int = config.num_hidden_layers
         self.counts = layer_counts(config)
-        self.lengths = tuple(max(64, tokens // setting.rows) for tokens in LENGTHS)
+        self.lengths = {
+            way: tuple(max(64, tokens // setting.rows) for tokens in LENGTHS[way]) for way in ways
+        }
         self.program = PROGRAMS[setting.objective]
         self.on_progress = on_progress
-        self.done, self.steps = 0, ways * len(self.counts) * len(self.lengths)
+        self.done, self.steps = 0, len(self.counts) * sum(map(len, self.lengths.values()))
         self.models: dict[int, nn.Module] = {}
         for count in self.counts:
             self.models[count] = build(with_layers(config, count), DTYPES[setting.dtype])
@@ -163,7 +169,7 @@ class _Planner:
     def plain(self, way: str) -> WayPlan:
         """The plan for a way without this backend."""
         moments = []
-        for tokens in self.lengths:
+        for tokens in self.lengths[way]:
             timelines: dict[int, Timeline] = {}
             for count, model in self.models.items():
                 self._step(way, count, tokens)
@@ -175,12 +181,14 @@ class _Planner:
                     keeps_gradients=self.setting.keeps_gradients,
                 )
             moments.append(to_layers(timelines, self.layers, frozenset({ACTIVATIONS})))
-        return self._planned(way, self._curve(moments, quadratic))
+        return self._planned(
+            way, Curve(self.lengths[way], tuple(zip(*moments, strict=True)), quadratic)
+        )
 
     def streamed(self, chunk_size: int | None, head_chunk_size: int | None) -> WayPlan:
         """The plan for this backend, with the chunk sizes that are given or else chosen."""
         histories: dict[int, dict[int, History]] = {}
-        for tokens in self.lengths:
+        for tokens in self.lengths[STREAMED]:
             histories[tokens] = {}
             for count, model in self.models.items():
                 self._step(STREAMED, count, tokens)
@@ -195,7 +203,9 @@ class _Planner:
                     for count, history in of_length.items()
                 }
                 moments.append(to_layers(timelines, self.layers))
-            return self._curve(moments, piecewise_linear)
+            return Curve(
+                self.lengths[STREAMED], tuple(zip(*moments, strict=True)), piecewise_linear
+            )
 
         self._tell("chunk sizes")
         sizes = self._candidates(chunk_size, CHUNK_SIZES)
@@ -221,7 +231,7 @@ class _Planner:
     ) -> WayPlan:
         longest = self._longest(curve)
         resident = sum(self.resident.values())
-        furthest = max(longest * 5 // 4, self.lengths[0])
+        furthest = max(longest * 5 // 4, self.lengths[way][0])
         lengths = [max(1, furthest * point // CURVE_POINTS) for point in range(CURVE_POINTS + 1)]
         terms = {name: round(size) for name, size in curve.terms(max(1, longest)).items()}
         return WayPlan(
@@ -245,10 +255,6 @@ class _Planner:
             middle = (fits + over) // 2
             fits, over = (middle, over) if curve.peak(middle) <= room else (fits, middle)
         return fits
-
-    def _curve(self, moments: Sequence[list[dict[str, float]]], interpolation: Any) -> Curve:
-        """The curve through the moments at each length, which are the same at all of them."""
-        return Curve(self.lengths, tuple(zip(*moments, strict=True)), interpolation)
 
     def _resident(self) -> dict[str, int]:
         """Bytes that are there when a step starts, by term."""

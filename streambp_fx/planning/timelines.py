@@ -22,7 +22,7 @@ from streambp_fx._torch import FakeTensorMode, ShapeEnv
 
 from ..explaining.allocations import AllocationCounter
 from ..explaining.body_memory import eager_workspace
-from ..explaining.peers import switch_on_checkpointing
+from ..explaining.peers import loss_of, switch_on_checkpointing
 from ..explaining.step_memory import Moment, Workspace, predict
 from ..explaining.terms import Term
 from ..explaining.trace import trace, without_data
@@ -31,7 +31,7 @@ from ..passes.loops import StreamLoop
 from ..passes.pipeline import History
 
 Terms = Mapping[str, int]
-Program = Callable[[Any, Mapping[str, Tensor]], Tensor]
+Program = Callable[[Any, Mapping[str, Tensor]], Any]
 
 ACTIVATIONS = "activations"
 GRADIENTS = str(Term.PARAMETER_GRADIENTS)
@@ -159,8 +159,10 @@ def plain_timeline(
             for parameter in trained:
                 parameter.register_post_accumulate_grad_hook(counter.gradient_came)
         with counter:
-            loss = program(model, batch)
+            loss = loss_of(program(model, batch))
             forward = len(counter.moments)
+            if loss is None:
+                raise PlanningError("nothing is trained: the loss requires no gradient")
             loss.backward()
     return Timeline(counter.moments[:forward], counter.moments[forward:])
 
