@@ -23,7 +23,7 @@ from streambp_fx._torch import FakeTensorMode, ShapeEnv
 from ..explaining.allocations import AllocationCounter
 from ..explaining.body_memory import eager_workspace
 from ..explaining.peers import loss_of, switch_on_checkpointing
-from ..explaining.step_memory import Moment, Workspace, predict
+from ..explaining.step_memory import Buffer, Moment, Workspace, predict
 from ..explaining.terms import Term
 from ..explaining.trace import trace, without_data
 from ..options import Options
@@ -35,6 +35,9 @@ Program = Callable[[Any, Mapping[str, Tensor]], Any]
 
 ACTIVATIONS = "activations"
 GRADIENTS = str(Term.PARAMETER_GRADIENTS)
+NEGLIGIBLE = 1024
+"""Bytes; ops that allocate less are left out of timelines. A model may run some of these for all of
+its layers at once, where the ops that count come layer by layer."""
 _UNNUMBERED = re.compile(r"\d+|(_\d+)$")
 
 
@@ -76,13 +79,12 @@ def streamed_timeline(
     history: History, chunk_size: int, head_chunk_size: int, workspace: Workspace = eager_workspace
 ) -> Timeline:
     """The moments of a streamed step at other chunk sizes than those that it was traced with."""
-    forward, backward = history.graphs["forward"], history.graphs["backward"]
-    for graph_module in (forward, backward):
-        _set_chunk_sizes(graph_module, chunk_size, head_chunk_size)
+    for name in ("forward", "backward"):
+        _set_chunk_sizes(history.graphs[name], chunk_size, head_chunk_size)
     moments = predict(history, workspace).moments
     return Timeline(
-        _instants(forward, [moment for moment in moments if not moment.backward]),
-        _instants(backward, [moment for moment in moments if moment.backward]),
+        _instants([moment for moment in moments if not moment.backward]),
+        _instants([moment for moment in moments if moment.backward]),
     )
 
 
@@ -94,14 +96,17 @@ def _set_chunk_sizes(graph_module: GraphModule, chunk_size: int, head_chunk_size
             node.meta["loop"] = replace(spec, chunk_size=size)
 
 
-def _instants(graph_module: GraphModule, moments: Sequence[Moment]) -> list[Instant]:
-    """``moments`` without those of inputs, which all come before the first op."""
-    inputs = {node.name for node in graph_module.graph.find_nodes(op="placeholder")}
-    return [
-        Instant(_UNNUMBERED.sub("", moment.node), {str(t): n for t, n in moment.terms().items()})
-        for moment in moments
-        if moment.node not in inputs
-    ]
+def _instants(moments: Sequence[Moment]) -> list[Instant]:
+    """The moments with a buffer that was not there just before; none of the others is the peak."""
+    before: set[Buffer] = set()
+    instants = []
+    for moment in moments:
+        buffers = set(moment.buffers)
+        if any(buffer.nbytes >= NEGLIGIBLE for buffer in buffers - before):
+            terms = {str(term): size for term, size in moment.terms().items()}
+            instants.append(Instant(_UNNUMBERED.sub("", moment.node), terms))
+        before = buffers
+    return instants
 
 
 class _Moments(AllocationCounter):
@@ -115,8 +120,10 @@ class _Moments(AllocationCounter):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        self.peak = self.alive
+        self.peak = before = self.alive
         results = super().__torch_dispatch__(func, types, args, kwargs)
+        if self.peak - before < NEGLIGIBLE:
+            return results
         terms = {ACTIVATIONS: self.peak - self.gradients, GRADIENTS: self.gradients}
         self.moments.append(Instant(str(func), terms))
         return results
