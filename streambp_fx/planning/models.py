@@ -65,12 +65,9 @@ def period(config: Any) -> int:
 
 def layer_counts(config: Any) -> tuple[int, ...]:
     """Numbers of layers at which the whole model's memory can be told: two, a period apart and in
-    step with the whole; or the whole alone where it has no more layers than those.
-
-    The smaller one has two periods, so that each kind of layer is among the first and the last.
-    """
+    step with the whole; or the whole alone where it has no more layers than those."""
     count, step = config.num_hidden_layers, period(config)
-    fewest = max(FEWEST_LAYERS, 2 * step)
+    fewest = max(FEWEST_LAYERS, step)
     first = fewest + (count - fewest) % step
     return (first, first + step) if first + step < count else (count,)
 
