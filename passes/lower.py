@@ -70,20 +70,27 @@ class CompiledBody:
         return other
 
     def _compile(self) -> _Variant:
-        graph_module, mode = self.body.trace()
-        placeholders = graph_module.graph.find_nodes(op="placeholder")
-        inputs = [node.meta["val"] for node in placeholders]
-        with (
-            disable_current_modes(),
-            torch.no_grad(),
-            inductor_config.patch(self.settings),
-            backed_size_oblivious(),
-            tracing(TracingContext(mode)),
-        ):
-            code = compile_fx_inner(graph_module, inputs)
+        code, inputs, env = through_inductor(self.body, self.settings)
         compile_count.bodies += 1
         sizes = [value for value in inputs if isinstance(value, torch.SymInt)]
-        return _Variant(_condition(sizes, mode.shape_env), code)
+        return _Variant(_condition(sizes, env), code)
+
+
+def through_inductor(
+    body: LoopBody, settings: dict[str, Any]
+) -> tuple[Any, list[Any], ShapeEnv | None]:
+    """What Inductor makes of ``body``, the fake inputs that it was traced with, and their sizes."""
+    graph_module, mode = body.trace()
+    inputs = [node.meta["val"] for node in graph_module.graph.find_nodes(op="placeholder")]
+    with (
+        disable_current_modes(),
+        torch.no_grad(),
+        inductor_config.patch(settings),
+        backed_size_oblivious(),
+        tracing(TracingContext(mode)),
+    ):
+        code = compile_fx_inner(graph_module, inputs)
+    return code, inputs, mode.shape_env
 
 
 def _condition(sizes: list[torch.SymInt], env: ShapeEnv | None) -> Callable[..., bool]:

@@ -10,15 +10,14 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from streambp_fx._torch import FakeTensorMode, GraphLowering, ShapeEnv, inductor_config, pytree
 
+from ..passes.lower_only import NOT_NEEDED, without_compiling
 from .allocations import AllocationCounter
 from .body_memory import without_kernels
 from .trace import with_own_cache, without_data
@@ -133,9 +132,8 @@ def _lowered_only(counter: AllocationCounter) -> Iterator[None]:
     The counter is on inside of compiled code alone: Dynamo does not run compiled code under modes.
     """
 
-    def keep(graph: GraphLowering) -> Any:
-        code, _ = graph.codegen()
-        call = without_kernels(code.value)
+    def counting(graph: GraphLowering, source: str) -> Callable[[list[Any]], Any]:
+        call = without_kernels(source)
 
         def counted(inputs: list[Any]) -> Any:
             # Autograd makes a zero gradient for each output that none is given for.
@@ -143,10 +141,7 @@ def _lowered_only(counter: AllocationCounter) -> Iterator[None]:
             with torch.no_grad(), counter:
                 return call(inputs)
 
-        return SimpleNamespace(call=counted)
+        return counted
 
-    with (
-        patch.object(GraphLowering, "compile_to_module", keep),
-        inductor_config.patch(fx_graph_cache=False),
-    ):
+    with without_compiling(counting), inductor_config.patch(NOT_NEEDED):
         yield
