@@ -67,9 +67,14 @@ class LoopSpec:
     head: bool = False
 
 
+def chunk_count(length: int, chunk_size: int) -> int:
+    """How often a body runs; an empty sequence is one empty chunk."""
+    return max(1, -(-length // chunk_size))
+
+
 def chunk_bounds(length: int, chunk_size: int, descending: bool) -> Iterator[tuple[int, int]]:
     """Balanced chunks ``(s, e)`` of ``range(length)``: sizes differ by one at most."""
-    count = max(1, -(-length // chunk_size))
+    count = chunk_count(length, chunk_size)
     small, extra = divmod(length, count)
     bounds = []
     start = 0
@@ -125,6 +130,28 @@ def put_chunk(
     return buffer
 
 
+def chunk_ranges(
+    spec: LoopSpec, length: int, start: int, end: int
+) -> dict[Extent, tuple[int, int]]:
+    """`local_range` of chunk ``[start, end)`` in each of the loop's extents."""
+    return {extent: local_range(extent, length, start, end) for extent in spec.extents}
+
+
+def chunk_inputs(
+    spec: LoopSpec, length: int, operands: Sequence[Any], ranges: dict[Extent, tuple[int, int]]
+) -> list[Any]:
+    """What a body is called with: ``(offset, size)`` of each extent, then the operands."""
+    inputs: list[Any] = [number for extent in spec.extents for number in ranges[extent]]
+    for operand, value in zip(spec.operands, operands, strict=True):
+        along = operand.along
+        if along is None:
+            inputs.append(value)
+        else:
+            total = length - along.extent.lo - along.extent.hi
+            inputs.append(take_chunk(value, along, total, *ranges[along.extent]))
+    return inputs
+
+
 def run_loop(
     body: Callable[..., Sequence[Any]], spec: LoopSpec, length: int, operands: Sequence[Any]
 ) -> tuple[Tensor, ...]:
@@ -140,16 +167,8 @@ def run_loop(
     buffers: list[Tensor | None] = [None] * len(spec.results)
     concatenated = [index for index, result in enumerate(spec.results) if result.along is not None]
     for start, end in chunk_bounds(length, spec.chunk_size, spec.descending):
-        ranges = {extent: local_range(extent, length, start, end) for extent in spec.extents}
-        inputs: list[Any] = [number for extent in spec.extents for number in ranges[extent]]
-        for operand, value in zip(spec.operands, operands, strict=True):
-            along = operand.along
-            if along is None:
-                inputs.append(value)
-            else:
-                offset, size = ranges[along.extent]
-                total = length - along.extent.lo - along.extent.hi
-                inputs.append(take_chunk(value, along, total, offset, size))
+        ranges = chunk_ranges(spec, length, start, end)
+        inputs = chunk_inputs(spec, length, operands, ranges)
         outputs = body(*inputs)
         del inputs
         for index, chunk in zip(concatenated, outputs, strict=True):

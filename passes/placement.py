@@ -149,7 +149,12 @@ def tensor_inputs(node: Node) -> list[Node]:
 
 def source_of(node: Node) -> str:
     """The user's source line a node comes from, for reports."""
-    trace = node.meta.get("stack_trace") or ""
+    return last_line(node.meta.get("stack_trace"))
+
+
+def last_line(stack_trace: str | None) -> str:
+    """The innermost frame of a stack trace, and its code."""
+    trace = stack_trace or ""
     lines = [line.strip() for line in trace.strip().splitlines() if line.strip()]
     for index in range(len(lines) - 1, -1, -1):
         if lines[index].startswith("File "):

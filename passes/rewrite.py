@@ -36,7 +36,7 @@ from .cuts import Segments
 from .dataflow import JointGraph
 from .loops import LoopSpec, streambp_loop
 from .phases import Need, assign_phases, descends, finished_after_loop, is_tensor, needs
-from .placement import hint_of, source_of, value_of
+from .placement import hint_of, value_of
 from .rules.sizes import expr_of
 
 aten = torch.ops.aten
@@ -46,7 +46,7 @@ FOR_ANY_STRIDES: dict[Any, Any] = {
 }
 
 
-KEPT_META = ("val", "stack_trace", "loop", "sources")
+KEPT_META = ("val", "stack_trace", "loop", "stack_traces")
 
 
 @dataclass
@@ -249,7 +249,8 @@ class _Rewriter:
         values = [self._fake(node) for node in produced]
         loop.meta["val"] = tuple(values)
         loop.meta["loop"] = spec
-        loop.meta["sources"] = tuple(dict.fromkeys(source_of(node) for node in inside))
+        traces = (node.meta.get("stack_trace") for node in inside)
+        loop.meta["stack_traces"] = tuple(dict.fromkeys(traces))
         for index, (node, value) in enumerate(zip(produced, values, strict=True)):
             result = self.new.call_function(operator.getitem, (loop, index))
             result.meta["val"] = value

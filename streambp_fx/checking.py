@@ -22,6 +22,7 @@ from .explaining.peers import NoLossError, loss_of
 from .explaining.trace import with_own_cache
 from .measure import gradient_errors
 from .options import Options, parse_options
+from .passes.loops import chunk_count
 from .passes.pipeline import History
 from .report import Report
 
@@ -107,7 +108,9 @@ class Check:
     def chunks(self) -> int:
         """The most chunks that a loop went through; 1 or 0 say that chunking was not tried."""
         counts = [
-            -(-report.tokens // loop.chunk_size) for report in self.reports for loop in report.loops
+            chunk_count(report.tokens, loop.chunk_size)
+            for report in self.reports
+            for loop in report.loops
         ]
         return max(counts, default=0)
 

@@ -11,10 +11,12 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ..passes.body import LoopBody
+from ..passes.loops import chunk_count
 from ..passes.lower import loop_nodes
 from ..passes.pipeline import History
+from ..passes.placement import last_line
 from .names import Names, readable_names
-from .terms import Term, body_of, operand_terms
+from .terms import Term, body_of, buffers, operand_terms
 
 streambp = torch.ops.streambp
 
@@ -69,6 +71,11 @@ class Region:
         return int(number[1]) if number else 0
 
 
+# Where calls of attention say whether a chunk reads the past alone.
+_CAUSAL = {
+    streambp.attention_chunk.default: 6,
+    streambp.attention_chunk_backward.default: 11,
+}
 _LAYER = re.compile(r"(?:length\d+_)?[a-z]+(\d+)")
 
 
@@ -97,12 +104,12 @@ def _regions_of(
             bodies.setdefault(body.key, spec.name),
             len(body.plan.calls),
             spec.chunk_size,
-            max(1, -(-length // spec.chunk_size)),
+            chunk_count(length, spec.chunk_size),
             "descending" if spec.descending else "ascending",
             _reason(body, spec.descending),
             tuple(_operands(loop, body, names)),
             tuple(_results(loop, names)),
-            loop.meta.get("sources", ()),
+            tuple(dict.fromkeys(map(last_line, loop.meta["stack_traces"]))),
         )
 
 
@@ -139,18 +146,11 @@ def _operands(loop: Node, body: LoopBody, names: Names) -> Iterator[Operand]:
 
 def _past_operands(body: LoopBody) -> set[int]:
     """Keys, values and their gradients, of which a causal chunk touches what is before its end."""
-    found: set[int] = set()
-    for call in body.plan.calls:
-        if call.target is streambp.write_chunk_.default:
-            arguments = call.args[:1]
-        elif call.target is streambp.attention_chunk.default and call.args[6] is True:
-            arguments = call.args[1:3]
-        elif call.target is streambp.attention_chunk_backward.default and call.args[11] is True:
-            arguments = (*call.args[2:4], *call.args[8:10])
-        else:
-            continue
-        found.update(ref.index for ref in arguments if ref.kind == "operand")
-    return found
+    return {
+        index
+        for call, index, _ in buffers(body.plan)
+        if call.target not in _CAUSAL or call.args[_CAUSAL[call.target]] is True
+    }
 
 
 def _sums(loop: Node, names: Names) -> dict[int, str]:

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
 from streambp_fx._torch import FakeTensorMode, pytree
 
 from ..passes.body import LoopBody
-from ..passes.loops import StreamLoop, chunk_bounds, local_range, take_chunk
+from ..passes.loops import StreamLoop, chunk_bounds, chunk_inputs, chunk_ranges
 from ..passes.pipeline import History
 from .terms import Term, body_of, label
 
@@ -142,7 +142,7 @@ class _Walk:
         terms: dict[Node, Term],
     ) -> Sequence[Any]:
         """Walk one graph and return its results."""
-        last = _last_uses(graph_module)
+        last = Interpreter(graph_module).user_to_last_uses
         values: dict[Node, Any] = {}
         waiting = iter(inputs)
         for node in graph_module.graph.nodes:
@@ -195,7 +195,8 @@ class _Walk:
         body, spec = body_of(loop), loop.meta["loop"]
         bounds = list(chunk_bounds(length, spec.chunk_size, spec.descending))
         start, end = max(bounds, key=lambda bound: (bound[1] - bound[0], bound[1]))
-        inputs = _chunk_inputs(spec, length, operands, start, end)
+        ranges = chunk_ranges(spec, length, start, end)
+        inputs = chunk_inputs(spec, length, operands, ranges)
         given = _storages(operands)
         copies = sum(size for key, size in _storages(inputs).items() if key not in given)
         key = (body.key, start, end, length)
@@ -219,22 +220,6 @@ class _Walk:
         return tuple(results)
 
 
-def _chunk_inputs(
-    spec: Any, length: int, operands: Sequence[Any], start: int, end: int
-) -> list[Any]:
-    """What the loop's driver gives a body for the chunk ``[start, end)``."""
-    ranges = {extent: local_range(extent, length, start, end) for extent in spec.extents}
-    inputs: list[Any] = [number for extent in spec.extents for number in ranges[extent]]
-    for operand, value in zip(spec.operands, operands, strict=True):
-        along = operand.along
-        if along is None:
-            inputs.append(value)
-        else:
-            total = length - along.extent.lo - along.extent.hi
-            inputs.append(take_chunk(value, along, total, *ranges[along.extent]))
-    return inputs
-
-
 def _is_loop(node: Node) -> bool:
     return isinstance(node.target, StreamLoop)
 
@@ -246,17 +231,4 @@ def _storages(values: Any) -> dict[int, int]:
         if isinstance(leaf, Tensor):
             storage = leaf.untyped_storage()
             found[storage._cdata] = storage.nbytes()
-    return found
-
-
-def _last_uses(graph_module: GraphModule) -> dict[Node, list[Node]]:
-    """For each node, those that no later one reads."""
-    last: dict[Node, Node] = {}
-    for node in graph_module.graph.nodes:
-        last[node] = node
-        for arg in node.all_input_nodes:
-            last[arg] = node
-    found: dict[Node, list[Node]] = {}
-    for node, user in last.items():
-        found.setdefault(user, []).append(node)
     return found

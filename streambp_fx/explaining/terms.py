@@ -14,13 +14,13 @@ unstreamed            what is computed on the whole sequence
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 from enum import StrEnum
 
 import torch
 from torch.fx import GraphModule, Node
 
-from ..passes.body import BodyPlan, LoopBody, Ref
+from ..passes.body import BodyCall, BodyPlan, LoopBody, Ref
 from ..passes.loops import StreamLoop
 
 streambp = torch.ops.streambp
@@ -131,12 +131,17 @@ def operand_terms(plan: BodyPlan) -> dict[int, Term]:
         for index, operand in enumerate(plan.operands)
         if operand.mutated
     }
+    terms.update((index, term) for _, index, term in buffers(plan))
+    return terms
+
+
+def buffers(plan: BodyPlan) -> Iterator[tuple[BodyCall, int, Term]]:
+    """The calls that read or write buffers of the whole sequence: call, operand and its term."""
     for call in plan.calls:
         for position, term in _BUFFERS.get(call.target, {}).items():
             argument = call.args[position]
             if isinstance(argument, Ref) and argument.kind == "operand":
-                terms[argument.index] = term
-    return terms
+                yield call, argument.index, term
 
 
 def body_of(loop: Node) -> LoopBody:
