@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch.fx import Node
 
 from .body_builder import RewriteError
-from .dataflow import JointGraph
+from .dataflow import JointGraph, dtype_and_shape
 from .loops import StreamLoop
 from .placement import value_of
 from .rewrite import Rewritten
-from .rules.sizes import expr_of
 
 
 def check_rewritten(rewritten: Rewritten, joint: JointGraph) -> None:
@@ -49,10 +47,7 @@ def _description(output: object) -> Any:
     """Dtype and shape of a tensor output; the output itself if it is a constant."""
     if not isinstance(output, Node):
         return output
-    value = value_of(output)
-    if isinstance(value, torch.Tensor):
-        return (value.dtype, tuple(expr_of(size) for size in value.shape))
-    return type(value)
+    return dtype_and_shape(output) or type(value_of(output))
 
 
 def _check_loop(rewritten: Rewritten, node: Node) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from .placement import hint_of, value_of
-from .rules.sizes import product
+from .rules.sizes import expr_of, product
 
 aten = torch.ops.aten
 
@@ -108,6 +109,14 @@ def storage_of(node: Node) -> Node:
             break
         node = source
     return node
+
+
+def dtype_and_shape(node: object) -> tuple[Any, ...] | None:
+    """Dtype and sizes of a node's tensor, which compare without a guard; ``None`` of all else."""
+    value = value_of(node) if isinstance(node, Node) else None
+    if isinstance(value, torch.Tensor):
+        return (value.dtype, *(expr_of(size) for size in value.shape))
+    return None
 
 
 def bytes_of(node: Node) -> int:

@@ -14,9 +14,9 @@ import torch
 from torch.fx import Node
 
 from .axes import ATTENTION, Axes
-from .dataflow import JointGraph
+from .dataflow import JointGraph, dtype_and_shape
 from .placement import Size, Streamed, hint_of, value_of
-from .rules.sizes import expr_of, same_size
+from .rules.sizes import same_size
 
 
 class InputRole(Enum):
@@ -135,18 +135,10 @@ def label_tangents(joint: JointGraph, axes: Axes) -> dict[Node, Streamed]:
     start = 0
     for tangent in joint.tangents:
         for index in range(start, len(outputs)):
-            if _same_shape(value_of(outputs[index]), value_of(tangent)):
+            if dtype_and_shape(outputs[index]) == dtype_and_shape(tangent) is not None:
                 at = axes.position(outputs[index])
                 if at is not None:
                     found[tangent] = at
                 start = index + 1
                 break
     return found
-
-
-def _same_shape(left: object, right: object) -> bool:
-    if not isinstance(left, torch.Tensor) or not isinstance(right, torch.Tensor):
-        return False
-    return left.dtype == right.dtype and [expr_of(size) for size in left.shape] == [
-        expr_of(size) for size in right.shape
-    ]

@@ -11,9 +11,9 @@ from torch.fx import GraphModule, Node
 
 from streambp_fx._torch import extract_fwd_bwd_modules
 
+from .dataflow import dtype_and_shape
 from .placement import value_of
 from .rewrite import Rewritten
-from .rules.sizes import expr_of
 
 
 def split(
@@ -56,7 +56,7 @@ def _copy_for_backward(rewritten: Rewritten, num_changed: int) -> None:
     """
     graph = rewritten.graph_module.graph
     output = graph.output_node()
-    changed = {_like(node) for node in list(output.args[0])[:num_changed]}  # type: ignore[arg-type]
+    changed = {dtype_and_shape(node) for node in list(output.args[0])[:num_changed]}  # type: ignore[arg-type]
     inputs = list(graph.find_nodes(op="placeholder"))
     for source in inputs:
         readers = [
@@ -64,18 +64,10 @@ def _copy_for_backward(rewritten: Rewritten, num_changed: int) -> None:
             for user in source.users
             if user not in rewritten.forward_nodes and user is not output
         ]
-        if readers and _like(source) in changed - {None}:
+        if readers and dtype_and_shape(source) in changed - {None}:
             with graph.inserting_after(inputs[-1]):
                 copy = graph.call_function(torch.ops.aten.clone.default, (source,))
             copy.meta["val"] = value_of(source)
             rewritten.forward_nodes.add(copy)
             for reader in readers:
                 reader.replace_input_with(source, copy)
-
-
-def _like(node: object) -> tuple[object, ...] | None:
-    """Dtype and shape of a tensor, ``None`` for anything else."""
-    value = value_of(node) if isinstance(node, Node) else None
-    if isinstance(value, torch.Tensor):
-        return (value.dtype, *(expr_of(size) for size in value.shape))
-    return None
