@@ -23,6 +23,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from .axes import attention_arguments
 from .mask_facts import MaskFacts, prove_mask
 from .mask_handlers import op_of
 from .mask_interpreter import Interpreter
@@ -66,7 +67,7 @@ def simplify_causal_masks(gm: GraphModule) -> list[MaskReport]:
         positions = _operand_positions(call)
         if positions is None:
             continue
-        arguments = _arguments(call)
+        arguments: dict[str, Any] = attention_arguments(call)
         mask = arguments["bias"]
         if not isinstance(mask, Node):
             continue
@@ -113,14 +114,6 @@ def _operand_positions(call: Node) -> dict[str, int] | None:
         return None
     schema = op_of(call)._schema
     return {argument.name: position for position, argument in enumerate(schema.arguments)}
-
-
-def _arguments(call: Node) -> dict[str, Any]:
-    positions = _operand_positions(call) or {}
-    return {
-        name: call.args[place] if place < len(call.args) else call.kwargs.get(name)
-        for name, place in positions.items()
-    }
 
 
 def _is_square(arguments: dict[str, Any]) -> bool:

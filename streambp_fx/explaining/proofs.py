@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
+from ..passes.axes import ATTENTION, attention_arguments
 from ..passes.causal_masks import MaskReport
 from ..passes.pipeline import History
 from ..passes.placement import source_of
-
-ATTENTION = torch.ops.streambp.attention.default
-_SCHEMA_POSITIONS = {
-    argument.name: place for place, argument in enumerate(ATTENTION._schema.arguments)
-}
 
 
 @dataclass(frozen=True)
@@ -55,21 +50,17 @@ def _proofs(graph_module: GraphModule, reports: dict[str, MaskReport]) -> Iterat
     for node in graph_module.graph.nodes:
         if node.target is not ATTENTION:
             continue
-        causal = _argument(node, "causal") is True
+        given = attention_arguments(node)
+        causal = given["causal"] is True
         report = reports.get(node.name)
         yield AttentionProof(
             node.name,
             causal,
-            _structure(causal, _argument(node, "bias") is not None, report),
+            _structure(causal, given["bias"] is not None, report),
             None if report is None else report.facts.window,
             None if report is None else report.source,
             source_of(node),
         )
-
-
-def _argument(node: Node, name: str) -> object:
-    place = _SCHEMA_POSITIONS[name]
-    return node.args[place] if place < len(node.args) else node.kwargs.get(name)
 
 
 def _structure(causal: bool, has_mask: bool, report: MaskReport | None) -> str:
