@@ -42,15 +42,14 @@ from .rules import call_of, rule_for
 from .rules.sizes import product, same_size
 from .rules.spec import Letter, Spec
 
+aten = torch.ops.aten
 ATTENTION = torch.ops.streambp.attention.default
 ATTENTION_BACKWARD = torch.ops.streambp.attention_backward.default
 IOTA = torch.ops.prims.iota.default
 
-
 FEW = 4
 """A part of a sequence is few tokens if the whole has this many times its bytes."""
 
-aten = torch.ops.aten
 ANOTHER_LENGTH = "its sequence is not the streamed one (another length)"
 
 

@@ -25,28 +25,19 @@ _SWITCHES = {
 
 def kernel_choices(graph_module: GraphModule) -> list[str]:
     """One line for each choice of kernels around or within a graph that calls SDPA."""
-    if not _calls_attention(graph_module):
+    graphs = (module.graph for module in graph_module.modules() if isinstance(module, GraphModule))
+    nodes = [node for graph in graphs for node in graph.nodes]
+    if not any(is_call(node, "scaled_dot_product_attention") for node in nodes):
         return []
     lines = []
     enabled = [name for name, is_enabled in _SWITCHES.items() if is_enabled()]
     if len(enabled) < len(_SWITCHES):
         lines.append(_line(enabled, "around the compiled function"))
-    for module in graph_module.modules():
-        if isinstance(module, GraphModule):
-            for node in module.graph.nodes:
-                chosen = _chosen(node)
-                if not set(_SWITCHES) <= set(chosen) and chosen:
-                    lines.append(_line(chosen, source_line(_first_with_source(node))))
+    for node in nodes:
+        chosen = _chosen(node)
+        if chosen and not set(_SWITCHES) <= set(chosen):
+            lines.append(_line(chosen, source_line(_first_with_source(node))))
     return lines
-
-
-def _calls_attention(graph_module: GraphModule) -> bool:
-    return any(
-        is_call(node, "scaled_dot_product_attention")
-        for module in graph_module.modules()
-        if isinstance(module, GraphModule)
-        for node in module.graph.nodes
-    )
 
 
 def _chosen(node: Node) -> list[str]:

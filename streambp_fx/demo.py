@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import gc
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .explaining.peers import switch_on_checkpointing
 from .measure import (
     Quartiles,
     gradient_error,
@@ -128,13 +128,7 @@ def prepare(model: PreTrainedModel, variant: str) -> Callable[..., Any]:
         case "eager":
             return model
         case "gc":
-            model.config.use_cache = False  # transformers does so itself, with a warning
-            with warnings.catch_warnings():
-                # The method has a new name in newer transformers, which older ones lack.
-                warnings.simplefilter("ignore", FutureWarning)
-                model.gradient_checkpointing_enable(
-                    gradient_checkpointing_kwargs={"use_reentrant": False}
-                )
+            switch_on_checkpointing([model])
             return model
         case "compile":
             return torch.compile(model)
