@@ -6,11 +6,13 @@ Hugging Face models have it, and ``torch.compile``, whose kernels do nothing.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +69,9 @@ def peer_memory(
             return None
         counter = AllocationCounter(tensors)
         if way != COMPILED:
-            with counter:
+            # Positions that are given may be those of packed rows.
+            known = nullcontext() if "position_ids" in kwargs else rows_not_packed()
+            with known, counter:
                 _step(program, args, kwargs)
             return PeerMemory(counter.peak, tuple(counter.course))
         compiled = torch.compile(with_own_cache(program), dynamic=False)
@@ -77,6 +81,19 @@ def peer_memory(
             counter.course.clear()
             _step(compiled, args, kwargs)
         return PeerMemory(counter.peak, tuple(counter.course))
+
+
+def rows_not_packed() -> AbstractContextManager[Any]:
+    """Let transformers know, where it is used, that no row holds several sequences.
+
+    It reads that from the positions' values, and on tensors without data it supposes that rows are
+    packed and builds a mask of all pairs of tokens that a real step does not have.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    name = "find_packed_sequence_indices"
+    if masks is None or not hasattr(masks, name):
+        return nullcontext()
+    return patch.object(masks, name, lambda position_ids: None)
 
 
 def _step(program: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:

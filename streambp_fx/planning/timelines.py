@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from streambp_fx._torch import FakeTensorMode, ShapeEnv
 
 from ..explaining.allocations import AllocationCounter
 from ..explaining.body_memory import eager_workspace
-from ..explaining.peers import loss_of, switch_on_checkpointing
+from ..explaining.peers import loss_of, rows_not_packed, switch_on_checkpointing
 from ..explaining.step_memory import Buffer, Moment, Workspace, predict
 from ..explaining.terms import Term
 from ..explaining.trace import trace, without_data
@@ -151,7 +150,7 @@ def plain_timeline(
     Raises:
         PlanningError: ``checkpointing``, and the model has no such method.
     """
-    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True), _rows_not_packed():
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True), rows_not_packed():
         model, batch = without_data((model, dict(batch)))
         if checkpointing and not switch_on_checkpointing([model]):
             raise PlanningError(f"{type(model).__name__} has no gradient checkpointing")
@@ -172,14 +171,3 @@ def plain_timeline(
                 raise PlanningError("nothing is trained: the loss requires no gradient")
             loss.backward()
     return Timeline(counter.moments[:forward], counter.moments[forward:])
-
-
-def _rows_not_packed() -> Any:
-    """Let transformers know that no row holds several sequences.
-
-    It reads that from the positions' values, and on tensors without data it supposes that rows are
-    packed and builds a mask of all pairs of tokens that a real step does not have.
-    """
-    from transformers import masking_utils
-
-    return patch.object(masking_utils, "find_packed_sequence_indices", lambda position_ids: None)
