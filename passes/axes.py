@@ -41,6 +41,7 @@ from .placement import (
 from .rules import call_of, rule_for
 from .rules.sizes import product, same_size
 from .rules.spec import Letter, Spec
+from .token_products import column_of, row_letter
 
 aten = torch.ops.aten
 ATTENTION = torch.ops.streambp.attention.default
@@ -76,11 +77,15 @@ class Barrier:
 
 @dataclass
 class Step:
-    """How one STREAMED or SUM node is called for a chunk."""
+    """How one STREAMED or SUM node is called for a chunk.
+
+    ``whole`` are inputs that are streamed too, and needed whole (see `token_products`).
+    """
 
     spec: Spec | None = None
     letter: Letter | None = None
     change: ExtentChange | None = None
+    whole: Set[Node] = frozenset()
 
 
 @dataclass
@@ -89,7 +94,8 @@ class Axes:
 
     ``prologue`` nodes depend on no parameter and no activation; ``after_loop`` nodes are GLUE that
     depends on something computed in a loop. ``widest_part`` has, for each number of tokens that
-    slices of activations drop, the slice with the most bytes.
+    slices of activations drop, the slice with the most bytes. ``columns`` has, for a product of
+    tokens with tokens, where it runs over the sequence beside its streamed rows.
     """
 
     length: Size
@@ -101,6 +107,7 @@ class Axes:
     after_loop: set[Node] = field(default_factory=set)
     barriers: list[Barrier] = field(default_factory=list)
     widest_part: dict[int, Node] = field(default_factory=dict)
+    columns: dict[Node, Streamed] = field(default_factory=dict)
 
     def position(self, node: Node) -> Streamed | None:
         """The position of a single-output node's streamed axis."""
@@ -111,6 +118,12 @@ class Axes:
         """Whether the node is computed inside a loop."""
         return self.kind.get(node, Kind.GLUE) is not Kind.GLUE
 
+    def attends(self, node: Node) -> bool:
+        """Whether the node is where tokens first meet other tokens: attention, or its scores."""
+        if node.target is ATTENTION:
+            return True
+        return node in self.columns and not any(arg in self.columns for arg in node.all_input_nodes)
+
 
 def find_axes(
     graph: Graph,
@@ -118,6 +131,7 @@ def find_axes(
     inputs: dict[Node, Streamed],
     parameters: set[Node],
     whole: Set[Node] = frozenset(),
+    dependent: Set[Node] = frozenset(),
 ) -> Axes:
     """Propagate the streamed axis from ``inputs`` through ``graph``.
 
@@ -128,9 +142,11 @@ def find_axes(
         parameters: placeholders that are parameters; what depends on none of them, nor on
             floating data, is the prologue (masks, positions, labels) and never a barrier.
         whole: nodes that are to run outside loops, pointwise in their first argument.
+        dependent: nodes that depend on a tangent. They come last, so that the rows of a product
+            of gradients follow those of the forward values it meets.
     """
     axes = Axes(length, parameters)
-    for node in graph.nodes:
+    for node in sorted(graph.nodes, key=dependent.__contains__):
         if node.op == "placeholder":
             axes.kind[node] = Kind.GLUE
             axes.place[node] = (inputs.get(node),)
@@ -262,7 +278,9 @@ def _apply_rule(axes: Axes, node: Node, live: list[Streamed | None], prologue: b
     spec = rule(call_of(node))
     if spec is None:
         return "the op's rule does not cover this call"
+    sources = tensor_inputs(node)
     letters: dict[Letter, Extent] = {}
+    carried: dict[int, Letter] = {}
     for index, place in enumerate(live):
         if place is None:
             continue
@@ -270,8 +288,18 @@ def _apply_rule(axes: Axes, node: Node, live: list[Streamed | None], prologue: b
         if found is None:
             return "the op splits or reinterprets the sequence axis"
         spec, letter = found
+        carried[index] = letter
         if letters.setdefault(letter, place.extent) != place.extent:
             return "its inputs cover different parts of the sequence (a shift between tokens)"
+    whole: set[Node] = set()
+    if len(letters) == 2 and not prologue and set(letters.values()) == {FULL}:
+        row = row_letter(axes, node, spec, sources, carried)
+        whole = {sources[index] for index in carried if carried[index] != row}
+        if row is None or any(
+            sources[index] in whole for index in carried if carried[index] == row
+        ):
+            return "it needs a product of tokens with tokens along both of its dims"
+        letters = {row: FULL}
     if len(letters) != 1:
         return "two dims of its result run over the sequence"
     letter, extent = next(iter(letters.items()))
@@ -283,7 +311,8 @@ def _apply_rule(axes: Axes, node: Node, live: list[Streamed | None], prologue: b
     if letter in spec.sums:
         if not prologue:
             axes.kind[node] = Kind.SUM
-            axes.step[node] = Step(spec, letter)
+            axes.step[node] = Step(spec, letter, whole=whole)
+            axes.place[node] = (column_of(axes, spec, sources, carried, letter),)
         return None
     if any(
         place is None for place, dims in zip(places, spec.outputs, strict=True) if dims is not None
@@ -292,7 +321,10 @@ def _apply_rule(axes: Axes, node: Node, live: list[Streamed | None], prologue: b
     axes.place[node] = places
     if not prologue:
         axes.kind[node] = Kind.STREAMED
-        axes.step[node] = Step(spec, letter)
+        axes.step[node] = Step(spec, letter, whole=whole)
+        column = column_of(axes, spec, sources, carried, letter)
+        if column is not None:
+            axes.columns[node] = column
     return None
 
 

@@ -304,7 +304,7 @@ class BodyBuilder:
         dtype = self._accumulator_dtype(value.dtype)
         args, kwargs = self._arguments(node, spec, letter, node.target in INDEX_SUMS)
         accumulator = self._buffer(node, True, dtype)
-        if node.target is aten.mm.default:
+        if node.target in (aten.mm.default, aten.bmm.default):
             self._call(streambp.accumulate_mm_.default, (accumulator, args[0], args[1]))
         elif node.target in INDEX_SUMS:
             masked = node.target is not aten.index_put.default

@@ -35,7 +35,7 @@ class ChunkSizes:
 
     def is_head(self, nodes: list[Node]) -> bool:
         """Whether a loop over ``nodes`` counts as a head."""
-        return _widest(nodes, self.axes) >= self.widest
+        return _widest_of_rows(nodes, self.axes) >= self.widest
 
     def choose(self, nodes: list[Node]) -> int:
         """The chunk size, in tokens of each row, for a loop over ``nodes``."""
@@ -54,7 +54,7 @@ def chunk_sizes(
     axes: Axes, nodes: list[Node], batch: int, chunk_size: int | None, head_chunk_size: int | None
 ) -> ChunkSizes:
     """The chunk sizes for a graph whose loop nodes are ``nodes``."""
-    return ChunkSizes(axes, batch, _widest(nodes, axes), chunk_size, head_chunk_size)
+    return ChunkSizes(axes, batch, _widest_of_rows(nodes, axes), chunk_size, head_chunk_size)
 
 
 def _widest(nodes: list[Node], axes: Axes) -> int:
@@ -65,3 +65,8 @@ def _widest(nodes: list[Node], axes: Axes) -> int:
     return max(
         (bytes_of(node) for node in nodes if axes.kind.get(node) is Kind.STREAMED), default=0
     )
+
+
+def _widest_of_rows(nodes: list[Node], axes: Axes) -> int:
+    """The same without products of tokens with tokens, which grow with the sequence's length."""
+    return _widest([node for node in nodes if node not in axes.columns], axes)

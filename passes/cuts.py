@@ -20,7 +20,7 @@ from itertools import pairwise
 
 from torch.fx import Node
 
-from .axes import ATTENTION, Axes
+from .axes import Axes
 from .dataflow import JointGraph, ancestors, bytes_of, storage_of
 from .delay_wide import delay_wide_values
 
@@ -56,12 +56,13 @@ def choose_cuts(joint: JointGraph, axes: Axes) -> Segments:
     required = ancestors([*joint.forward_outputs, *joint.kept])
     flow = delay_wide_values(
         [node for node in joint.graph.nodes if node in required and _in_flow(node, axes)],
+        axes,
         joint.dependent,
     )
     index = {node: position for position, node in enumerate(flow)}
     alive = _alive_values(flow, index, axes)
-    attention = [position for position, node in enumerate(flow) if node.target is ATTENTION]
-    positions = _waists(flow, alive, attention)
+    attention = [position for position, node in enumerate(flow) if axes.attends(node)]
+    positions = _waists(flow, alive, attention, axes)
     cuts = [alive[position] for position in positions]
     segment: dict[Node, int] = {}
     current = 0
@@ -98,7 +99,9 @@ def _alive_values(flow: list[Node], index: dict[Node, int], axes: Axes) -> list[
     return alive
 
 
-def _waists(flow: list[Node], alive: list[set[Node]], attention: list[int]) -> list[int]:
+def _waists(
+    flow: list[Node], alive: list[set[Node]], attention: list[int], axes: Axes
+) -> list[int]:
     """The positions after which to cut."""
     weight = [sum(bytes_of(value) for value in values) for values in alive]
     borders = [0, *attention, len(flow)]
@@ -106,36 +109,46 @@ def _waists(flow: list[Node], alive: list[set[Node]], attention: list[int]) -> l
     for start, end in pairwise(borders):
         last = end == len(flow)
         if last:
-            position = _like_the_layer_before(flow, alive, attention, chosen)
+            position = _like_the_layer_before(flow, alive, attention, chosen, axes)
             if position is None:
-                position = _narrowest(alive, weight, start, _widest(flow, start, end))
+                position = _narrowest(alive, weight, start, _widest(flow, start, end, axes), axes)
         else:
-            position = _narrowest(alive, weight, start, end)
+            position = _narrowest(alive, weight, start, end, axes)
         if position is not None and position not in chosen:
             chosen.append(position)
     return chosen
 
 
-def _narrowest(alive: list[set[Node]], weight: list[int], start: int, end: int) -> int | None:
+def _narrowest(
+    alive: list[set[Node]], weight: list[int], start: int, end: int, axes: Axes
+) -> int | None:
     """The latest narrowest position in ``[start, end)`` that has something alive."""
-    candidates = [position for position in range(start, end) if _may_cut(alive[position])]
+    candidates = [position for position in range(start, end) if _may_cut(alive[position], axes)]
     if not candidates:
         return None
     fewest = min(weight[position] for position in candidates)
     return max(position for position in candidates if weight[position] == fewest)
 
 
-def _may_cut(values: set[Node]) -> bool:
-    return bool(values) and all(value.op == "call_function" for value in values)
+def _may_cut(values: set[Node], axes: Axes) -> bool:
+    """Whether all of ``values`` may be kept: products of tokens with tokens are too large."""
+    return bool(values) and all(
+        value.op == "call_function" and value not in axes.columns for value in values
+    )
 
 
-def _widest(flow: list[Node], start: int, end: int) -> int:
+def _widest(flow: list[Node], start: int, end: int, axes: Axes) -> int:
     """The position of the widest value in ``[start, end)``: the logits, after the last layer."""
-    return max(range(start, end), key=lambda position: bytes_of(flow[position]), default=end)
+    candidates = [position for position in range(start, end) if flow[position] not in axes.columns]
+    return max(candidates, key=lambda position: bytes_of(flow[position]), default=end)
 
 
 def _like_the_layer_before(
-    flow: list[Node], alive: list[set[Node]], attention: list[int], chosen: list[int]
+    flow: list[Node],
+    alive: list[set[Node]],
+    attention: list[int],
+    chosen: list[int],
+    axes: Axes,
 ) -> int | None:
     """Where the last layer ends if it is made of the same ops as the one before."""
     if len(attention) < 2 or not chosen or chosen[-1] < attention[-2]:
@@ -144,6 +157,6 @@ def _like_the_layer_before(
     position = attention[-1] + length
     before = [node.target for node in flow[attention[-2] : chosen[-1] + 1]]
     here = [node.target for node in flow[attention[-1] : position + 1]]
-    if before == here and position < len(flow) and _may_cut(alive[position]):
+    if before == here and position < len(flow) and _may_cut(alive[position], axes):
         return position
     return None

@@ -25,20 +25,21 @@ from itertools import pairwise
 
 from torch.fx import Node
 
-from .axes import ATTENTION
+from .axes import Axes
 from .dataflow import bytes_of, storage_of
 
 
-def delay_wide_values(flow: Sequence[Node], backward: AbstractSet[Node]) -> list[Node]:
+def delay_wide_values(flow: Sequence[Node], axes: Axes, backward: AbstractSet[Node]) -> list[Node]:
     """The nodes of the forward in an order that is as right, and narrower between attention calls.
 
     Args:
         flow: the forward's nodes that depend on activations, in a topological order.
+        axes: which of them are attention, or products of tokens with tokens.
         backward: the nodes that depend on a tangent.
     """
-    attention = [position for position, node in enumerate(flow) if node.target is ATTENTION]
-    feeds, members = _feeds_attention(flow), set(flow)
-    widest = max((bytes_of(node) for node in flow), default=0)
+    attention = [position for position, node in enumerate(flow) if axes.attends(node)]
+    feeds, members = _feeds_attention(flow, axes), set(flow)
+    widest = max((bytes_of(node) for node in flow if node not in axes.columns), default=0)
     moved: set[Node] = set()
     for start, end in pairwise(attention):
         group = [node for node in flow[start + 1 : end] if node not in feeds]
@@ -49,11 +50,11 @@ def delay_wide_values(flow: Sequence[Node], backward: AbstractSet[Node]) -> list
     return _put_off(flow, moved)
 
 
-def _feeds_attention(flow: Sequence[Node]) -> set[Node]:
+def _feeds_attention(flow: Sequence[Node], axes: Axes) -> set[Node]:
     """The nodes that some attention call depends on."""
     found: set[Node] = set()
     for node in reversed(flow):
-        if any(user.target is ATTENTION or user in found for user in node.users):
+        if any(axes.attends(user) or user in found for user in node.users):
             found.add(node)
     return found
 

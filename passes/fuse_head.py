@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from .axes import ATTENTION, Axes, Kind
+from .axes import Axes, Kind
 from .cuts import Segments
 from .dataflow import JointGraph, ancestors
 from .linearity import is_linear
@@ -90,7 +90,7 @@ def _may_fuse(
     if not any(axes.in_loop(node) for node in own):
         return False
     head = [node for node, index in segments.segment.items() if index == last]
-    if any(node.target is ATTENTION for node in head):
+    if any(axes.attends(node) for node in head):
         return False
     if any(_dtype(node) == torch.float16 for node in (*head, *own)):
         return False

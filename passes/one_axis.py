@@ -136,10 +136,14 @@ def _analyse(
 
 def _propagate(joint: JointGraph, axis: SequenceAxis, parameters: set[Node]) -> Axes:
     """Propagate through the forward, give the tangents the positions of their outputs, go on."""
-    if not joint.tangents:
-        return find_axes(joint.graph, axis.length, axis.inputs, parameters, joint.scaled)
-    forward = find_axes(joint.graph, axis.length, axis.inputs, parameters, joint.scaled)
+    find = partial(
+        find_axes,
+        joint.graph,
+        axis.length,
+        parameters=parameters,
+        whole=joint.scaled,
+        dependent=joint.dependent,
+    )
+    forward = find(axis.inputs)
     inputs = {**axis.inputs, **label_tangents(joint, forward)}
-    if len(inputs) == len(axis.inputs):
-        return forward
-    return find_axes(joint.graph, axis.length, inputs, parameters, joint.scaled)
+    return forward if len(inputs) == len(axis.inputs) else find(inputs)

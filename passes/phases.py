@@ -11,7 +11,7 @@ Result: phase 0: loop over k, v      phase 1: loop over attention and all that f
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from enum import Enum
 
 import torch
@@ -37,7 +37,9 @@ def needs(node: Node, axes: Axes, backward: bool) -> list[tuple[Node, Need]]:
     if axes.kind[node] is Kind.GLUE:
         return [(arg, Need.WHOLE) for arg in node.all_input_nodes]
     if node.target not in (ATTENTION, ATTENTION_BACKWARD):
-        return [(arg, Need.LOCAL) for arg in node.all_input_nodes]
+        step = axes.step.get(node)
+        whole = step.whole if step is not None else ()
+        return [(arg, Need.WHOLE if arg in whole else Need.LOCAL) for arg in node.all_input_nodes]
     arguments = attention_arguments(node)
     ascending = node.target is ATTENTION and arguments["causal"] is True and not backward
     kept = Need.PAST if ascending else Need.WHOLE
@@ -73,18 +75,25 @@ def assign_phases(
     """
     earliest = _earliest(nodes, axes, backward)
     last = max((earliest[node] for node in nodes if axes.in_loop(node)), default=-1)
+    phase = _latest(nodes, axes, backward, dict.fromkeys(nodes, last))
+    moved = _advance_sinks(nodes, axes, backward, dependent, earliest, phase)
+    return _latest(nodes, axes, backward, moved)
+
+
+def _latest(
+    nodes: list[Node], axes: Axes, backward: bool, limit: Mapping[Node, int]
+) -> dict[Node, int]:
+    """The latest phase of each node, none beyond its ``limit``, in which its readers have it."""
     phase: dict[Node, int] = {}
     for node in reversed(nodes):
-        current = last
+        current = limit[node]
         for user in node.users:
             if user not in phase:
                 continue
-            if axes.in_loop(user) and _waits(node, user, axes, backward):
-                current = min(current, phase[user] - 1)
-            else:
-                current = min(current, phase[user])
+            waits = axes.in_loop(user) and _waits(node, user, axes, backward)
+            current = min(current, phase[user] - waits)
         phase[node] = current
-    return _advance_sinks(nodes, axes, backward, dependent, earliest, phase)
+    return phase
 
 
 def _advance_sinks(

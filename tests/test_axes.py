@@ -67,13 +67,18 @@ def _shifted(x: Tensor) -> Tensor:
     return x[:, 1:] + x[:, :-1]
 
 
+def _symmetric_part(x: Tensor) -> Tensor:
+    scores = x @ x.transpose(1, 2)
+    return scores + scores.transpose(1, 2)
+
+
 @pytest.mark.parametrize(
     "program, reason",
     [
         (lambda x: torch.softmax(x, 1), "the op mixes tokens"),
         (lambda x: x.cumsum(1), "the op mixes tokens"),
         (lambda x: x.amax(1), "the op mixes tokens"),
-        (lambda x: x @ x.transpose(1, 2), "two dims of its result run over the sequence"),
+        (_symmetric_part, "needs a product of tokens with tokens along both of its dims"),
         (lambda x: torch.linalg.inv_ex(x[:, :3] @ x[:, :3].mT)[0], "no rule for this op"),
         (_shifted, "its inputs cover different parts of the sequence (a shift between tokens)"),
     ],
@@ -81,7 +86,7 @@ def _shifted(x: Tensor) -> Tensor:
 def test_barriers_say_why(program: Callable[[Tensor], Tensor], reason: str) -> None:
     graph = forward_graph(program, X)
     axes = axes_of(graph, Streamed(1), length=T)
-    assert reason in _reasons(axes)
+    assert any(reason in one for one in _reasons(axes))
     for barrier in axes.barriers:
         assert not any(axes.in_loop(n) for n in graph.nodes if str(n.target) == barrier.op)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from streambp_fx.passes.axes import Axes
 from streambp_fx.passes.cuts import choose_cuts
 from streambp_fx.passes.dataflow import read_joint
 from streambp_fx.passes.delay_wide import delay_wide_values
@@ -39,13 +40,13 @@ def _one_model(x: Tensor, w: Tensor) -> Tensor:
     return (_layer(_layer(x)) @ w).logsumexp(-1).sum()
 
 
-def _forward(program: object) -> tuple[list[Node], list[set[Node]]]:
-    """The forward's nodes in graph order, and the cuts of `choose_cuts`."""
+def _forward(program: object) -> tuple[list[Node], Axes, list[set[Node]]]:
+    """The forward's nodes in graph order, their axes, and the cuts of `choose_cuts`."""
     graph = forward_graph(program, X, W)
     axes = axes_of(graph, Streamed(2), None, length=T, parameters=[1])
     joint = read_joint(graph, 1)
     flow = [node for node in graph.nodes if axes.in_loop(node) or node in axes.after_loop]
-    return flow, choose_cuts(joint, axes).cuts
+    return flow, axes, choose_cuts(joint, axes).cuts
 
 
 def _width(node: Node) -> int:
@@ -54,9 +55,9 @@ def _width(node: Node) -> int:
 
 @pytest.mark.parametrize("program", [_logits_wait, _token_scores_wait, _one_model])
 def test_no_cut_keeps_logits_and_the_order_is_topological(program: object) -> None:
-    flow, cuts = _forward(program)
+    flow, axes, cuts = _forward(program)
     assert cuts and all(_width(value) < V for cut in cuts for value in cut)
-    order = delay_wide_values(flow, set())
+    order = delay_wide_values(flow, axes, set())
     assert sorted(order, key=str) == sorted(flow, key=str)
     place = {node: index for index, node in enumerate(order)}
     for node in order:
@@ -64,8 +65,8 @@ def test_no_cut_keeps_logits_and_the_order_is_topological(program: object) -> No
 
 
 def test_logits_that_wait_are_computed_after_the_second_models_layers() -> None:
-    flow, _ = _forward(_logits_wait)
-    order = delay_wide_values(flow, set())
+    flow, axes, _ = _forward(_logits_wait)
+    order = delay_wide_values(flow, axes, set())
     wide = next(index for index, node in enumerate(order) if _width_or_none(node) == V)
     attention = [i for i, n in enumerate(order) if n.target is torch.ops.streambp.attention.default]
     assert wide > max(attention)
@@ -73,8 +74,8 @@ def test_logits_that_wait_are_computed_after_the_second_models_layers() -> None:
 
 @pytest.mark.parametrize("program", [_token_scores_wait, _one_model])
 def test_narrow_results_stay_where_they_are(program: object) -> None:
-    flow, _ = _forward(program)
-    assert delay_wide_values(flow, set()) == flow
+    flow, axes, _ = _forward(program)
+    assert delay_wide_values(flow, axes, set()) == flow
 
 
 def test_head_of_a_trained_model_joins_the_last_segment() -> None:

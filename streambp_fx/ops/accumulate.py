@@ -34,17 +34,17 @@ def accumulate_mm_(accumulator: Tensor, left: Tensor, right: Tensor) -> None:
     """``accumulator += left @ right`` in the accumulator's precision.
 
     Args:
-        accumulator: ``[m, n]``, at least as wide a dtype as the operands.
-        left: ``[m, c]``; right: ``[c, n]``. Narrower operands are upcast (a chunk, never the
-            product), except on CUDA, where the product of narrow operands is written wide.
+        accumulator: ``[m, n]`` or ``[b, m, n]``, at least as wide a dtype as the operands.
+        left: ``[m, c]`` or ``[b, m, c]``; right: ``[c, n]`` or ``[b, c, n]``. Narrower operands
+            are upcast (a chunk, never the product), except on CUDA, where the product of narrow
+            operands is written wide.
     """
     dtype = accumulator.dtype
-    if left.dtype == dtype:
-        accumulator.addmm_(left, right)
-    elif accumulator.is_cuda and dtype == torch.float32:
-        torch.ops.aten.addmm.dtype_out(accumulator, left, right, dtype, out=accumulator)
+    op = torch.ops.aten.addmm if accumulator.dim() == 2 else torch.ops.aten.baddbmm
+    if left.dtype != dtype and accumulator.is_cuda and dtype == torch.float32:
+        op.dtype_out(accumulator, left, right, dtype, out=accumulator)
     else:
-        accumulator.addmm_(left.to(dtype), right.to(dtype))
+        op.out(accumulator, left.to(dtype), right.to(dtype), out=accumulator)
 
 
 def accumulate_index_put_(

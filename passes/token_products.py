@@ -1,0 +1,133 @@
+"""Products of tokens with tokens, whose result runs over the sequence along two of its dims.
+
+Given:  ``scores = bmm(q, k_t)``, of ``q [b, T, d]`` and ``k_t [b, d, T]``, both streamed
+Result: the rows of ``scores [b, T, T]`` are streamed; a chunk of rows takes a chunk of q and the
+        whole of ``k_t``, which is made by a loop before. The columns are noted, so that
+
+            weights @ v             takes the whole of v along them, and
+            scores_grad.mT @ q      is a sum over rows that the next loop reads by chunk of columns
+
+Which dim is the rows is only a matter of cost: the one that no later op mixes (a softmax is over
+the columns), or that of a value which the result meets and whose rows are streamed already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+import torch
+from torch.fx import Node
+
+from .placement import FULL, Streamed, locate, position_of, tensor_inputs, value_of
+from .rules import call_of, rule_for
+from .rules.spec import Letter, Size, Spec
+
+
+class Placed(Protocol):
+    """What is asked of the analysis so far."""
+
+    length: Size
+    columns: dict[Node, Streamed]
+
+    def position(self, node: Node) -> Streamed | None:
+        """The position of the streamed axis."""
+
+
+def row_letter(
+    placed: Placed, node: Node, spec: Spec, sources: Sequence[Node], carried: Mapping[int, Letter]
+) -> Letter | None:
+    """Which of the two letters that the inputs of ``node`` are streamed along the loop runs over.
+
+    ``carried`` has the letter of each streamed input. ``None`` where a chunk of either letter
+    needs the whole of a product of tokens with tokens.
+    """
+    products = {carried[index] for index in carried if sources[index] in placed.columns}
+    if len(products) > 1:
+        return None
+    letters = list(dict.fromkeys(carried.values()))
+    (row,) = products or {_row_by_use(placed, node, spec, letters)}
+    return None if row in spec.whole else row
+
+
+def column_of(
+    placed: Placed, spec: Spec, sources: Sequence[Node], carried: Mapping[int, Letter], row: Letter
+) -> Streamed | None:
+    """Where the first output runs over the sequence a second time, beside ``row``."""
+    dims = spec.outputs[0]
+    for index, source in enumerate(sources):
+        at = placed.columns.get(source)
+        letter = carried.get(index)
+        if at is not None:
+            found = locate(spec, spec.inputs[index], at, placed.length)
+            if found is None:
+                continue
+            spec, letter = found
+            dims = spec.outputs[0]
+        if dims is not None and letter is not None and letter != row:
+            place = position_of(spec, dims, letter, FULL)
+            if place is not None:
+                return place
+    return None
+
+
+def _row_by_use(placed: Placed, node: Node, spec: Spec, letters: list[Letter]) -> Letter:
+    """The row letter of a product of two values that are no such products themselves."""
+    dims = spec.outputs[0] or ()
+    places = {letter: position_of(spec, dims, letter, FULL) for letter in letters}
+    carrying: dict[Node, dict[Letter, Streamed]] = {
+        node: {letter: at for letter, at in places.items() if at is not None}
+    }
+    for user in _after(node):
+        if not any(source in carrying for source in user.all_input_nodes):
+            continue
+        rule = rule_for(user.target)
+        found = rule(call_of(user)) if rule is not None else None
+        if found is None:
+            continue
+        there, streamed, found = _letters_at(placed, found, tensor_inputs(user), carrying)
+        for letter, name in there.items():
+            if name in streamed:
+                return letter
+        mixed = [letter for letter in there if there[letter] in found.whole | found.sums]
+        kept = [letter for letter in letters if letter not in mixed]
+        if mixed and kept:
+            return kept[0]
+        outcome = {
+            letter: position_of(found, found.outputs[0] or (), name, FULL)
+            for letter, name in there.items()
+        }
+        carrying[user] = {letter: at for letter, at in outcome.items() if at is not None}
+    return letters[0]
+
+
+def _letters_at(
+    placed: Placed,
+    spec: Spec,
+    sources: Sequence[Node],
+    carrying: Mapping[Node, Mapping[Letter, Streamed]],
+) -> tuple[dict[Letter, Letter], set[Letter], Spec]:
+    """Where a call meets the letters of ``carrying``, and rows that are streamed already."""
+    there: dict[Letter, Letter] = {}
+    streamed: set[Letter] = set()
+    for index, source in enumerate(sources):
+        at = placed.position(source) if source in placed.columns else None
+        if at is not None:
+            found = locate(spec, spec.inputs[index], at, placed.length)
+            if found is not None:
+                spec, name = found
+                streamed.add(name)
+        for letter, place in carrying.get(source, {}).items():
+            found = locate(spec, spec.inputs[index], place, placed.length)
+            if found is not None:
+                spec, there[letter] = found
+    return there, streamed, spec
+
+
+def _after(node: Node) -> Iterator[Node]:
+    """The calls after ``node`` whose value is one tensor, in graph order."""
+    current = node.next
+    while current.op != "output":
+        if current.op == "call_function" and isinstance(value_of(current), torch.Tensor):
+            yield current
+        current = current.next
