@@ -20,6 +20,7 @@ import streambp_fx.ops.attention  # noqa: F401  (defines the op)
 from .attention_heads import Ungrouped, before_repeat
 from .dynamo_calls import value_of
 from .dynamo_emit import Emitter
+from .placement import source_of
 from .rules.sizes import same_size
 from .rules.spec import Size
 
@@ -67,19 +68,7 @@ class AttentionCall:
 def refusal_of(node: Node, reason: str) -> Refusal:
     """The refusal of the attention that ``node`` computes."""
     name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "?")
-    return Refusal(name, source_line(node), reason)
-
-
-def source_line(node: Node) -> str:
-    """``file:line: code`` of the innermost frame that made the node."""
-    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-    frames = [index for index, line in enumerate(lines) if line.startswith('File "')]
-    if not frames:
-        return "source unknown"
-    place, _, _ = lines[frames[-1]].partition(", in ")
-    file, _, line = place.removeprefix('File "').partition('", line ')
-    code = lines[frames[-1] + 1] if frames[-1] + 1 < len(lines) else ""
-    return f"{file}:{line}: {code}"
+    return Refusal(name, source_of(node), reason)
 
 
 def tensor_of(node: Node) -> Tensor:

@@ -27,6 +27,7 @@ from .axes import attention_arguments
 from .mask_facts import MaskFacts, prove_mask
 from .mask_handlers import op_of
 from .mask_interpreter import Interpreter
+from .placement import source_of
 
 Change = Literal["removed", "replaced by causal", "causal added", "kept"]
 
@@ -35,20 +36,20 @@ Change = Literal["removed", "replaced by causal", "causal added", "kept"]
 class MaskReport:
     """What became of one attention call's mask.
 
-    ``source`` is the user's line that made the mask, where the graph knows it.
+    ``source`` is the user's line that made the mask.
     """
 
     attention: str
     mask: str
     change: Change
     facts: MaskFacts
-    source: str | None
+    source: str
 
     def __str__(self) -> str:
         text = f"{self.attention}: mask {self.mask} {self.change}"
         if self.change in ("kept", "causal added"):
             text += f": {self.facts.reason}"
-        return text + (f" [{self.source}]" if self.source else "")
+        return f"{text} ({self.source})"
 
 
 def simplify_causal_masks(gm: GraphModule) -> list[MaskReport]:
@@ -75,8 +76,7 @@ def simplify_causal_masks(gm: GraphModule) -> list[MaskReport]:
             facts[mask] = prove_mask(mask, interpreter)
         change = _decide(facts[mask], arguments["causal"], _is_square(arguments))
         _apply(call, change, positions)
-        source = _source_line(mask)
-        reports.append(MaskReport(call.name, mask.name, change, facts[mask], source))
+        reports.append(MaskReport(call.name, mask.name, change, facts[mask], source_of(mask)))
     _erase_unused(facts)
     gm.recompile()
     return reports
@@ -130,10 +130,3 @@ def _erase_unused(masks: Iterable[Node]) -> None:
         if not unused.users and unused.op == "call_function" and not unused.is_impure():
             pending.update(dict.fromkeys(unused.all_input_nodes))
             unused.graph.erase_node(unused)
-
-
-def _source_line(mask: Node) -> str | None:
-    """The last frame of the node's stack trace: file, line and code."""
-    lines = [line.strip() for line in (mask.meta.get("stack_trace") or "").splitlines()]
-    frames = [place for place, line in enumerate(lines) if line.startswith("File ")]
-    return " ".join(lines[frames[-1] : frames[-1] + 2]) if frames else None

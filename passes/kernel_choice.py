@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch.fx import GraphModule, Node
 
-from .attention_call import source_line
 from .dynamo_calls import is_call
+from .placement import source_of
 
 _SWITCHES = {
     "FLASH_ATTENTION": torch.backends.cuda.flash_sdp_enabled,
@@ -36,7 +36,7 @@ def kernel_choices(graph_module: GraphModule) -> list[str]:
     for node in nodes:
         chosen = _chosen(node)
         if chosen and not set(_SWITCHES) <= set(chosen):
-            lines.append(_line(chosen, source_line(_first_with_source(node))))
+            lines.append(_line(chosen, source_of(_first_with_source(node))))
     return lines
 
 

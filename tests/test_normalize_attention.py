@@ -231,7 +231,7 @@ class TestRefusals:
         refusal = captured.refusals[0]
         assert reason in refusal.reason
         assert refusal.op == "scaled_dot_product_attention"
-        assert "test_normalize_attention.py:" in refusal.source
+        assert 'test_normalize_attention.py", line' in refusal.source
         assert "sdpa(" in refusal.source
         assert str(refusal).startswith("scaled_dot_product_attention: ")
 

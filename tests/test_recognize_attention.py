@@ -207,7 +207,7 @@ class TestRefusals:
         assert captured.attentions() == []
         assert [reason in refusal.reason for refusal in captured.refusals] == [True]
         assert captured.refusals[0].op == "softmax"
-        assert "test_recognize_attention.py:" in captured.refusals[0].source
+        assert 'test_recognize_attention.py", line' in captured.refusals[0].source
 
     def test_weights_are_returned(self) -> None:
         def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
