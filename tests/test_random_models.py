@@ -48,7 +48,6 @@ def test_random_model_matches_eager(shard: int, pytestconfig: pytest.Config) -> 
     (search if long else seed(shard)(search))()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("config", COMPILED, ids=range(len(COMPILED)))
 def test_random_model_through_inductor_matches_eager(config: Config) -> None:
     check(config, compile_bodies=True)
