@@ -15,12 +15,10 @@ from typing import Any, Protocol
 import torch
 from torch.fx import Node
 
-from .axes import ATTENTION, ATTENTION_BACKWARD, Axes, Kind, attention_arguments
+from .axes import ATTENTION, ATTENTION_BACKWARD, Axes, Kind
 from .body import (
     BodyCall,
     BodyPlan,
-    LengthArg,
-    OffsetArg,
     Ref,
     Shape,
     SizeArg,
@@ -28,16 +26,16 @@ from .body import (
     map_args,
     size_key,
 )
+from .body_attention import call_attention, call_attention_backward
 from .body_symbols import symbols_of
 from .loops import Result
 from .placement import FULL, Streamed, hint_of, locate, position_of, tensor_inputs, value_of
 from .rules import call_of, rule_for
-from .rules.sizes import product, same_size
+from .rules.sizes import product
 from .rules.spec import Letter, Spec
 
 aten = torch.ops.aten
 streambp = torch.ops.streambp
-QUERY_ROWS = Streamed(2)
 WIDE = 96
 """Elements per token from which a value outside loops is computed by chunk, inside them."""
 INDEX_SUMS = {aten._unsafe_masked_index_put_accumulate.default, aten.index_put.default}
@@ -103,11 +101,11 @@ class BodyBuilder:
             source = self.made[node.args[0]]  # type: ignore[index]
             if isinstance(source, tuple):
                 return source[node.args[1]]  # type: ignore[index]
-            return self._call(operator.getitem, (source, node.args[1]), node)
+            return self.call(operator.getitem, (source, node.args[1]), node)
         if node.target is ATTENTION:
-            return self._attention(node)
+            return call_attention(self, node)
         if node.target is ATTENTION_BACKWARD:
-            return self._attention_backward(node)
+            return call_attention_backward(self, node)
         step = self.axes.step[node]
         if step.change is not None:
             return self._change_extent(node)
@@ -120,7 +118,8 @@ class BodyBuilder:
             BodyCall(node.target, args, kwargs, self._shapes(node), step.spec.resize, step.letter)
         )
 
-    def _call(self, target: Any, args: tuple[Any, ...], node: Node | None = None) -> Ref:
+    def call(self, target: Any, args: tuple[Any, ...], node: Node | None = None) -> Ref:
+        """Call ``target``, whose result has the shape of ``node``'s chunk."""
         shapes = self._shapes(node) if node is not None else ()
         return self.plan.add_call(BodyCall(target, args, {}, shapes))
 
@@ -290,99 +289,34 @@ class BodyBuilder:
             BodyCall(node.target, tuple(args), {}, shapes, change=change, source=place)
         )
 
-    def _accumulator_dtype(self, dtype: torch.dtype) -> torch.dtype:
+    def accumulator_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """In what a sum over chunks of ``dtype`` is kept."""
         if dtype in (torch.bfloat16, torch.float16):
             return self.accumulation or dtype
         return dtype if dtype.is_floating_point or dtype.is_complex else torch.int64
 
-    def _buffer(self, like: Node, zero: bool, dtype: torch.dtype) -> Ref:
+    def buffer(self, like: Node, zero: bool, dtype: torch.dtype) -> Ref:
+        """A buffer as large as the whole value of ``like``, which chunks change in place."""
         return self.plan.add_operand(self.outside.buffer(like, zero, dtype), None, mutated=True)
 
     def _sum(self, node: Node, spec: Spec, letter: Letter) -> Result:
         """Add the chunk's contribution to an accumulator in place."""
         value = value_of(node)
-        dtype = self._accumulator_dtype(value.dtype)
+        dtype = self.accumulator_dtype(value.dtype)
         args, kwargs = self._arguments(node, spec, letter, node.target in INDEX_SUMS)
-        accumulator = self._buffer(node, True, dtype)
+        accumulator = self.buffer(node, True, dtype)
         if node.target in (aten.mm.default, aten.bmm.default):
-            self._call(streambp.accumulate_mm_.default, (accumulator, args[0], args[1]))
+            self.call(streambp.accumulate_mm_.default, (accumulator, args[0], args[1]))
         elif node.target in INDEX_SUMS:
             masked = node.target is not aten.index_put.default
             mask, indices, values = args[1:4] if masked else (None, *args[1:3])
-            self._call(streambp.accumulate_index_put_.default, (accumulator, mask, indices, values))
+            self.call(streambp.accumulate_index_put_.default, (accumulator, mask, indices, values))
         else:
             if node.target in (aten.sum.dim_IntList, aten.sum.default):
                 kwargs = {**kwargs, "dtype": dtype}
             part = self.plan.add_call(BodyCall(node.target, args, kwargs, ()))
-            self._call(streambp.accumulate_.default, (accumulator, part))
+            self.call(streambp.accumulate_.default, (accumulator, part))
         return Result(buffer=accumulator.index, dtype=None if dtype == value.dtype else value.dtype)
-
-    def _bias(self, bias: Any, dim: int = 2) -> Ref | None:
-        """The rows of an attention bias that belong to the chunk; all keys."""
-        if bias is None:
-            return None
-        rank = value_of(bias).dim()
-        rows = rank - 2
-        if rows < 0 or same_size(value_of(bias).shape[rows], 1):
-            return self.whole(bias)
-        return self.chunk(bias, Streamed(rows))
-
-    def _keys(self, node: Node, past: bool) -> Ref:
-        """Keys or values: a buffer that this loop fills, or the whole value."""
-        if not past or node not in self.made:
-            return self.whole(node)
-        key = (node, "past")
-        if key not in self.taken:
-            buffer = self._buffer(node, False, value_of(node).dtype)
-            self._call(streambp.write_chunk_.default, (buffer, self.made[node], 2, OffsetArg()))
-            self.taken[key] = buffer
-        return self.taken[key]
-
-    def whole_or_made(self, node: Any) -> Ref | None:
-        """A small tensor argument such as a random seed, or ``None``."""
-        return None if node is None else self.whole(node)
-
-    def _attention(self, node: Node) -> Ref:
-        given = attention_arguments(node)
-        query = self.chunk(given["query"], QUERY_ROWS)  # type: ignore[arg-type]
-        past = given["causal"] is True and not self.backward
-        key = self._keys(given["key"], past)  # type: ignore[arg-type]
-        value = self._keys(given["value"], past)  # type: ignore[arg-type]
-        bias, seed = self._bias(given["bias"]), self.whole_or_made(given["seed"])
-        settings = (given["causal"], given["scale"], given["dropout_p"])
-        return self._call(
-            streambp.attention_chunk.default,
-            (query, key, value, bias, seed, OffsetArg(), *settings),
-        )
-
-    def _attention_backward(self, node: Node) -> tuple[Any, Any, Any]:
-        given: dict[str, Any] = attention_arguments(node)
-        rows = [
-            self.chunk(given[name], QUERY_ROWS)
-            for name in ("grad_out", "query", "out", "logsumexp")
-        ]
-        grad_out, query, out, logsumexp = rows
-        key, value = self.whole(given["key"]), self.whole(given["value"])
-        bias, seed = self._bias(given["bias"]), self.whole_or_made(given["seed"])
-        dtype = value_of(given["key"]).dtype
-        wide = self._accumulator_dtype(dtype)
-        grads = [self._buffer(given[name], True, wide) for name in ("key", "value")]
-        settings = (given["causal"], given["scale"], given["dropout_p"])
-        grad_query = self._call(
-            streambp.attention_chunk_backward.default,
-            (
-                *(grad_out, query, key, value, bias, seed, out, logsumexp),
-                *(grads[0], grads[1], OffsetArg(), *settings),
-            ),
-        )
-        if given["causal"] is not True:
-            final = None if wide == dtype else dtype
-            return (grad_query, *(Result(buffer=grad.index, dtype=final) for grad in grads))  # type: ignore[return-value]
-        done = [
-            self._call(streambp.read_chunk.default, (grad, 2, OffsetArg(), LengthArg(), dtype))
-            for grad in grads
-        ]
-        return (grad_query, done[0], done[1])
 
     # Symbols
 
