@@ -40,11 +40,13 @@ def accumulate_mm_(accumulator: Tensor, left: Tensor, right: Tensor) -> None:
             operands is written wide.
     """
     dtype = accumulator.dtype
-    op = torch.ops.aten.addmm if accumulator.dim() == 2 else torch.ops.aten.baddbmm
+    batched = accumulator.dim() == 3
     if left.dtype != dtype and accumulator.is_cuda and dtype == torch.float32:
+        op = torch.ops.aten.baddbmm if batched else torch.ops.aten.addmm
         op.dtype_out(accumulator, left, right, dtype, out=accumulator)
-    else:
-        op.out(accumulator, left.to(dtype), right.to(dtype), out=accumulator)
+        return
+    add = accumulator.baddbmm_ if batched else accumulator.addmm_
+    add(left.to(dtype), right.to(dtype))
 
 
 def accumulate_index_put_(
