@@ -1,22 +1,26 @@
 """Choose how many tokens a chunk has.
 
 Layers: about 512 tokens of the whole batch, which keeps matrix products large while a chunk's
-workspace stays small beside the weights. A loop with a very wide value (the logits) gets fewer
-tokens, so that this value stays under 16 MiB.
+workspace stays small beside the weights. A loop with a very wide value (the logits, or scores of
+written-out attention) gets fewer tokens, so that this value stays under 16 MiB on the CPU. An
+accelerator has more memory and is idle in narrow products: 256 MiB there, some 400 tokens of
+fp32 logits over a vocabulary of 150,000.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Node
 
 from .axes import Axes, Kind
 from .dataflow import bytes_of
-from .placement import hint_of
+from .placement import hint_of, value_of
 
 TOKENS = 512
-WIDEST_BYTES = 16 * 2**20
+WIDEST_BYTES_CPU = 16 * 2**20
+WIDEST_BYTES = 256 * 2**20
 FEWEST_TOKENS = 16
 
 
@@ -47,7 +51,14 @@ class ChunkSizes:
         length = max(1, hint_of(self.axes.length))
         tokens = max(FEWEST_TOKENS, TOKENS // max(1, self.batch))
         per_token = max(1, widest // length)
-        return max(FEWEST_TOKENS, min(tokens, WIDEST_BYTES // per_token))
+        most = WIDEST_BYTES_CPU if _on_cpu(nodes) else WIDEST_BYTES
+        return max(FEWEST_TOKENS, min(tokens, most // per_token))
+
+
+def _on_cpu(nodes: list[Node]) -> bool:
+    """Whether the nodes' tensors are on the CPU; those on ``meta`` stand for an accelerator's."""
+    values = (value_of(node) for node in nodes)
+    return any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in values)
 
 
 def chunk_sizes(

@@ -13,9 +13,9 @@ the program, so that it is made nan. A finite fill becomes an additive bias, whe
 averages V. Through a fill no gradient reaches q and k, unlike through an added bias: q is set to 0
 in such rows, which makes their scores equal and their gradients 0.
 
-Left to `token_products`, and noted: attention whose scores or weights are used elsewhere too, whose bias
-needs a gradient, whose fill is no mask, or that is both filled and masked by an added bias, so that
-filled keys keep weight where both are as low.
+Left to `token_products`, and noted: attention whose scores or weights are used elsewhere too, whose
+bias needs a gradient, whose fill is no mask, or that is both filled and masked by an added bias, so
+that filled keys keep weight where both are as low.
 """
 
 from __future__ import annotations

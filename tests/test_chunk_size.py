@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch.fx import Graph, Node
 
 from streambp_fx.passes.axes import Axes, Kind
-from streambp_fx.passes.chunk_size import FEWEST_TOKENS, TOKENS, WIDEST_BYTES, chunk_sizes
+from streambp_fx.passes.chunk_size import (
+    FEWEST_TOKENS,
+    TOKENS,
+    WIDEST_BYTES,
+    WIDEST_BYTES_CPU,
+    chunk_sizes,
+)
 from streambp_fx.passes.placement import Streamed
 from tests.joint_graphs import aten, axes_of, forward_graph, only, result
 
 LENGTH = 2048
 
 
-def _layer_and_head(batch: int = 1, vocab: int = 32) -> tuple[Graph, Axes, Node, Node]:
-    x = torch.zeros(batch, LENGTH, 8, device="meta")
-    w = torch.zeros(vocab, 8, device="meta")
+def _layer_and_head(
+    batch: int = 1, vocab: int = 32, device: str = "meta"
+) -> tuple[Graph, Axes, Node, Node]:
+    x = torch.zeros(batch, LENGTH, 8, device=device)
+    w = torch.zeros(vocab, 8, device=device)
     graph = forward_graph(lambda x, w: F.linear(x * 2, w), x, w)
     axes = axes_of(graph, Streamed(1), None, length=LENGTH, parameters=[1])
     return graph, axes, only(graph, aten.mul.Tensor), result(graph)
@@ -35,11 +44,12 @@ def test_default_has_a_floor() -> None:
     assert sizes.choose([layer]) == FEWEST_TOKENS
 
 
-def test_wide_values_get_fewer_tokens() -> None:
-    graph, axes, layer, head = _layer_and_head(vocab=64_000)
+@pytest.mark.parametrize("device, most", [("cpu", WIDEST_BYTES_CPU), ("meta", WIDEST_BYTES)])
+def test_wide_values_get_fewer_tokens(device: str, most: int) -> None:
+    graph, axes, layer, head = _layer_and_head(vocab=250_000, device=device)
     sizes = chunk_sizes(axes, list(graph.nodes), 1, None, None)
     assert sizes.choose([layer]) == TOKENS
-    assert sizes.choose([layer, head]) == WIDEST_BYTES // (64_000 * 4)
+    assert sizes.choose([layer, head]) == most // (250_000 * 4) < TOKENS
 
 
 def test_options_win_and_the_head_has_its_own() -> None:
