@@ -146,11 +146,6 @@ def _stream_head(model: nn.Module, options: dict[str, Any]) -> None:
     traceable = _traceable(original)
 
     def score(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # The comparison tells Dynamo that both have one batch size and one length. Nothing else in
-        # a forward without gradients does: a gather takes fewer indices than there are rows.
-        ids, labels = kwargs.get("input_ids"), kwargs.get("labels")
-        if ids is not None and labels is not None and ids.shape != labels.shape:
-            raise ValueError(f"labels are {tuple(labels.shape)}, ids {tuple(ids.shape)}")
         return traceable(model, *args, fused_lm_head=True, **kwargs)
 
     # Dynamo counts recompilations by code object: with its own, a reference model that is compiled
