@@ -21,7 +21,32 @@ aten = torch.ops.aten
 
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """The table for AOTAutograd: from op overload to the function that spells it out."""
-    return {**select_decomp_table(), aten.mean.default: _mean, aten.mean.dim: _mean}
+    return {
+        **select_decomp_table(),
+        aten.mean.default: _mean,
+        aten.mean.dim: _mean,
+        aten.eye.default: _eye,
+        aten.eye.m: _eye,
+    }
+
+
+def _eye(
+    rows: int,
+    columns: int | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+) -> Tensor:
+    """Ones on the diagonal of a ``[rows, columns]`` matrix.
+
+    Torch's own counts in the narrowest integers that hold the sizes, and ``uint16`` has no
+    ``arange`` outside Inductor.
+    """
+    row = torch.arange(rows, device=device)[:, None]
+    column = torch.arange(rows if columns is None else columns, device=device)
+    return (row == column).to(dtype or torch.get_default_dtype())
 
 
 def _mean(

@@ -1,4 +1,4 @@
-"""`decompositions`: a mean over tokens is a sum over chunks, and right in narrow dtypes."""
+"""`decompositions`: what they spell out is right, in narrow dtypes too, and can be run."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from streambp_fx.passes.decompositions import decompositions
 from tests.joint_graphs import assert_same_results, aten, calls, capture
@@ -55,3 +56,13 @@ def test_mean_over_tokens_is_streamed(dynamic: bool) -> None:
     )
     assert not calls(captured.graph_module.graph, aten.mean.default)
     assert_same_results(captured.rewrite(), captured)  # which fails where there is a barrier
+
+
+@pytest.mark.parametrize("sizes", [(300,), (3, 5), (5, 0)])
+@pytest.mark.parametrize("dtype", [None, torch.float64, torch.bool])
+def test_eye_counts_in_a_dtype_that_runs_on_cpu(
+    sizes: tuple[int, ...], dtype: torch.dtype | None
+) -> None:
+    spelled = decompositions()[aten.eye.m if len(sizes) == 2 else aten.eye.default]
+    graph = make_fx(lambda: spelled(*sizes, dtype=dtype), decompositions())()
+    torch.testing.assert_close(graph(), torch.eye(*sizes, dtype=dtype))
