@@ -41,7 +41,7 @@ from .placement import (
 from .rules import call_of, rule_for
 from .rules.sizes import product, same_size
 from .rules.spec import Letter, Spec
-from .token_products import column_of, row_letter
+from .token_products import added_row, column_of, row_letter
 
 aten = torch.ops.aten
 ATTENTION = torch.ops.streambp.attention.default
@@ -100,6 +100,7 @@ class Axes:
 
     length: Size
     parameters: Set[Node] = frozenset()
+    dependent: Set[Node] = frozenset()
     kind: dict[Node, Kind] = field(default_factory=dict)
     place: dict[Node, tuple[Streamed | None, ...]] = field(default_factory=dict)
     step: dict[Node, Step] = field(default_factory=dict)
@@ -145,7 +146,7 @@ def find_axes(
         dependent: nodes that depend on a tangent. They come last, so that the rows of a product
             of gradients follow those of the forward values it meets.
     """
-    axes = Axes(length, parameters)
+    axes = Axes(length, parameters, dependent)
     for node in sorted(graph.nodes, key=dependent.__contains__):
         if node.op == "placeholder":
             axes.kind[node] = Kind.GLUE
@@ -300,6 +301,10 @@ def _apply_rule(axes: Axes, node: Node, live: list[Streamed | None], prologue: b
         ):
             return "it needs a product of tokens with tokens along both of its dims"
         letters = {row: FULL}
+    elif set(letters.values()) == {FULL} and not prologue:
+        row = added_row(axes, node, spec, next(iter(letters)))
+        if row is not None:
+            whole, letters = {sources[index] for index in carried}, {row: FULL}
     if len(letters) != 1:
         return "two dims of its result run over the sequence"
     letter, extent = next(iter(letters.items()))
@@ -379,6 +384,10 @@ def _visit_attention(axes: Axes, node: Node) -> None:
                 )
             )
             return
+        if name in ("key", "value") and source in axes.columns:
+            reason = f"its {name} is a product of tokens with tokens, which it needs whole"
+            barrier = Barrier(str(node.target), source_of(node), reason, bytes_of(source))
+            axes.barriers.append(barrier)
     count = 2 if node.target is ATTENTION else 3
     axes.kind[node] = Kind.STREAMED
     axes.place[node] = tuple(Streamed(2, 1, 1, FULL) for _ in range(count))

@@ -107,7 +107,8 @@ def _advance_sinks(
     """Move what no loop reads (weight gradients and what leads to them alone) to its inputs.
 
     Waiting for the last phase would keep its inputs for all tokens. Values that are computed again
-    wherever they are read do not hold it back.
+    wherever they are read do not hold it back. A product of tokens with tokens is larger than its
+    inputs, and waits for what reads it.
     """
     sinks: set[Node] = set()
     for node in reversed(nodes):
@@ -117,7 +118,7 @@ def _advance_sinks(
     phase: dict[Node, int] = {}
     for node in nodes:
         phase[node] = latest[node]
-        if node not in sinks:
+        if node not in sinks or node in axes.columns:
             continue
         kept = [
             phase[arg] + (1 if _waits(arg, node, axes, backward) else 0)

@@ -8,12 +8,13 @@ Result: the rows of ``scores [b, T, T]`` are streamed; a chunk of rows takes a c
             scores_grad.mT @ q      is a sum over rows that the next loop reads by chunk of columns
 
 Which dim is the rows is only a matter of cost: the one that no later op mixes (a softmax is over
-the columns), or that of a value which the result meets and whose rows are streamed already.
+the columns), or that of a value which the result meets and whose rows are streamed already. Where
+neither tells, a gradient's rows are those of the gradient that it comes from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Protocol
 
 import torch
@@ -21,7 +22,8 @@ from torch.fx import Node
 
 from .placement import FULL, Streamed, locate, position_of, tensor_inputs, value_of
 from .rules import call_of, rule_for
-from .rules.spec import Letter, Size, Spec
+from .rules.sizes import same_size
+from .rules.spec import Dims, Letter, Size, Spec
 
 
 class Placed(Protocol):
@@ -29,9 +31,13 @@ class Placed(Protocol):
 
     length: Size
     columns: dict[Node, Streamed]
+    dependent: Set[Node]
 
     def position(self, node: Node) -> Streamed | None:
         """The position of the streamed axis."""
+
+    def in_loop(self, node: Node) -> bool:
+        """Whether the node is computed inside a loop."""
 
 
 def row_letter(
@@ -42,12 +48,33 @@ def row_letter(
     ``carried`` has the letter of each streamed input. ``None`` where a chunk of either letter
     needs the whole of a product of tokens with tokens.
     """
-    products = {carried[index] for index in carried if sources[index] in placed.columns}
+    letters = list(dict.fromkeys(carried.values()))
+    products = {
+        letter
+        for index, letter in carried.items()
+        if sources[index] in placed.columns or _runs_over(spec.inputs[index], letters)
+    }
     if len(products) > 1:
         return None
-    letters = list(dict.fromkeys(carried.values()))
-    (row,) = products or {_row_by_use(placed, node, spec, letters)}
+    gradients = [carried[index] for index in carried if sources[index] in placed.dependent]
+    letters = list(dict.fromkeys([*gradients, *letters]))
+    (row,) = products or {_row_by_use(placed, node, spec, letters) or letters[0]}
     return None if row in spec.whole else row
+
+
+def added_row(placed: Placed, node: Node, spec: Spec, column: Letter) -> Letter | None:
+    """The letter that an expansion along the sequence adds, if the loop runs over that one.
+
+    ``keys[:, None, :].expand(B, T, T)`` is streamed along the keys, unless what it meets tells that
+    these are the columns.
+    """
+    taken = {letter for dims in spec.inputs for one in dims for letter in one}
+    for dims in spec.outputs[0] or ():
+        for letter in dims:
+            if letter not in taken and same_size(spec.sizes[letter], placed.length):
+                row = _row_by_use(placed, node, spec, [column, letter])
+                return letter if row == letter else None
+    return None
 
 
 def column_of(
@@ -71,8 +98,11 @@ def column_of(
     return None
 
 
-def _row_by_use(placed: Placed, node: Node, spec: Spec, letters: list[Letter]) -> Letter:
-    """The row letter of a product of two values that are no such products themselves."""
+def _row_by_use(placed: Placed, node: Node, spec: Spec, letters: list[Letter]) -> Letter | None:
+    """The row letter of a product of two values that are no such products themselves.
+
+    ``None`` if its uses do not tell.
+    """
     dims = spec.outputs[0] or ()
     places = {letter: position_of(spec, dims, letter, FULL) for letter in letters}
     carrying: dict[Node, dict[Letter, Streamed]] = {
@@ -89,7 +119,9 @@ def _row_by_use(placed: Placed, node: Node, spec: Spec, letters: list[Letter]) -
         for letter, name in there.items():
             if name in streamed:
                 return letter
-        mixed = [letter for letter in there if there[letter] in found.whole | found.sums]
+        # A sum over the keys tells what the rows are; the gradients of both are such sums.
+        against = found.whole if node in placed.dependent else found.whole | found.sums
+        mixed = [letter for letter in there if there[letter] in against]
         kept = [letter for letter in letters if letter not in mixed]
         if mixed and kept:
             return kept[0]
@@ -98,7 +130,7 @@ def _row_by_use(placed: Placed, node: Node, spec: Spec, letters: list[Letter]) -
             for letter, name in there.items()
         }
         carrying[user] = {letter: at for letter, at in outcome.items() if at is not None}
-    return letters[0]
+    return None
 
 
 def _letters_at(
@@ -111,17 +143,25 @@ def _letters_at(
     there: dict[Letter, Letter] = {}
     streamed: set[Letter] = set()
     for index, source in enumerate(sources):
-        at = placed.position(source) if source in placed.columns else None
-        if at is not None:
-            found = locate(spec, spec.inputs[index], at, placed.length)
-            if found is not None:
-                spec, name = found
-                streamed.add(name)
         for letter, place in carrying.get(source, {}).items():
             found = locate(spec, spec.inputs[index], place, placed.length)
             if found is not None:
                 spec, there[letter] = found
+    for index, source in enumerate(sources):
+        at = placed.position(source) if placed.in_loop(source) else None
+        found = None if at is None else locate(spec, spec.inputs[index], at, placed.length)
+        if found is not None:
+            spec, name = found
+            if source in placed.columns or _runs_over(spec.inputs[index], there.values()):
+                streamed.add(name)
     return there, streamed, spec
+
+
+def _runs_over(dims: Dims, letters: Iterable[Letter]) -> bool:
+    """Whether a tensor has both of ``letters``: it is as large as a product of tokens with tokens,
+    though it may be none that is known (the expanded gradient of a sum, a slice)."""
+    both = {*letters}
+    return len(both) == 2 and both <= {letter for one in dims for letter in one}
 
 
 def _after(node: Node) -> Iterator[Node]:

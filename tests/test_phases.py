@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from streambp_fx.passes.axes import Axes
+from streambp_fx.passes.dataflow import descendants
 from streambp_fx.passes.phases import (
     Need,
     assign_phases,
@@ -115,3 +116,18 @@ def test_gradients_of_other_keys_are_complete_after_the_loop() -> None:
     query, key, value = sorted(node.users, key=lambda user: int(str(user.args[1])))
     assert [finished_after_loop(user, axes) for user in (query, key, value)] == [False, True, True]
     assert phase[result(graph)] == phase[key] + 1
+
+
+def test_gradient_of_a_product_waits_for_what_reads_it() -> None:
+    def program(q: Tensor, k: Tensor, grad: Tensor) -> Tensor:
+        grad = grad * 2
+        total = (q @ k.mT).softmax(-1).mT @ grad
+        return (grad @ k.mT + total @ q.mT).tanh().sum(-1)
+
+    graph = forward_graph(program, *torch.zeros(3, 2, 5, 3))
+    axes = axes_of(graph, *[Streamed(1)] * 3, length=5)
+    nodes = [node for node in graph.nodes if node.op == "call_function"]
+    dependent = descendants(graph, graph.find_nodes(op="placeholder")[2:])
+    phase = assign_phases(nodes, axes, True, dependent)
+    weights, total, one, other = calls(graph, aten.bmm.default)
+    assert phase[weights] == phase[total] < phase[one] == phase[other]

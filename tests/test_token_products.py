@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from streambp_fx.passes.axes import Kind
+from streambp_fx.passes.axes import Kind, find_axes
+from streambp_fx.passes.dataflow import descendants
 from streambp_fx.passes.placement import Streamed
 from tests.joint_graphs import aten, axes_of, calls, forward_graph, only, result
 
@@ -87,6 +88,69 @@ def test_sums_of_pairs_are_such_products_too() -> None:
     pairs = only(graph, aten.sub.Tensor)
     assert axes.position(pairs) == Streamed(1) and axes.columns[pairs] == Streamed(2)
     assert axes.in_loop(result(graph)) and not axes.barriers
+
+
+def test_rows_are_those_of_weights_that_are_a_product_no_more() -> None:
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT
+        scores = torch.cat([scores, scores[..., :1]], -1)
+        return v.mT @ scores.softmax(-1)[..., 1:].mT
+
+    graph = forward_graph(program, X, X, X)
+    axes = axes_of(graph, *[Streamed(1)] * 3, length=T)
+    output = calls(graph, aten.bmm.default)[1]
+    assert axes.kind[output] is Kind.STREAMED and axes.position(output) == Streamed(2)
+    assert axes.step[output].whole == {output.args[0]} and not axes.barriers
+
+
+def test_rows_follow_a_value_of_that_size_which_is_streamed() -> None:
+    def program(q: Tensor, k: Tensor) -> Tensor:
+        means = k.sum(-1, keepdim=True).expand(B, T, T)
+        return (means + (k @ q.mT).mT).tanh()
+
+    graph = forward_graph(program, X, X)
+    axes = axes_of(graph, Streamed(1), Streamed(1), length=T)
+    assert axes.position(only(graph, aten.bmm.default)) == Streamed(2)
+    assert axes.position(result(graph)) == Streamed(1) and not axes.barriers
+
+
+@pytest.mark.parametrize("normalised, rows", [(-1, 1), (-2, 2)])
+def test_an_expanded_bias_takes_the_rows_that_nothing_mixes(normalised: int, rows: int) -> None:
+    def program(k: Tensor) -> Tensor:
+        return k[:, None, :, 0].expand(B, T, T).softmax(normalised)
+
+    graph = forward_graph(program, X)
+    axes = axes_of(graph, Streamed(1), length=T)
+    bias = only(graph, aten.expand.default)
+    assert axes.position(bias) == Streamed(rows) and not axes.barriers
+    assert axes.step[bias].whole == ({bias.args[0]} if rows == 1 else set())
+
+
+def test_a_gradient_has_the_rows_of_the_gradient_that_it_comes_from() -> None:
+    def program(k: Tensor, grad: Tensor, q: Tensor) -> Tensor:
+        scores_grad = k @ grad.mT
+        return (scores_grad @ q) * 2
+
+    graph = forward_graph(program, *torch.zeros(3, B, T, D))
+    inputs = graph.find_nodes(op="placeholder")
+    places = dict.fromkeys(inputs, Streamed(1))
+    dependent = descendants(graph, [inputs[1]])
+    axes = find_axes(graph, T, places, set(), dependent=dependent)
+    assert axes.position(calls(graph, aten.bmm.default)[0]) == Streamed(2)
+    assert axes.position(result(graph)) == Streamed(1) and not axes.barriers
+
+
+def test_a_product_as_the_values_of_attention_is_reported() -> None:
+    def program(q: Tensor, k: Tensor) -> Tensor:
+        values = (q @ k.mT).tanh()[:, None]
+        settings = (None, None, True, 1.0, 0.0)
+        return torch.ops.streambp.attention(q[:, None], k[:, None], values, *settings)[0]
+
+    graph = forward_graph(program, X, X)
+    axes = axes_of(graph, Streamed(1), Streamed(1), length=T)
+    (barrier,) = axes.barriers
+    assert "its value is a product of tokens with tokens" in barrier.reason
+    assert barrier.bytes == B * T * T * 4
 
 
 def test_a_part_of_the_sequence_against_all_of_it_is_a_barrier() -> None:

@@ -87,6 +87,32 @@ def not_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.tanh(q @ k.mT).softmax(-1) @ v
 
 
+def sink(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT
+    scores = scores.masked_fill(_future(scores), -math.inf)
+    weights = torch.cat([scores, torch.ones_like(scores[..., :1])], -1).softmax(-1)
+    return weights[..., :-1] @ v
+
+
+def retention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    index = torch.arange(q.shape[-2], dtype=q.dtype)
+    decay = (0.9 ** (index[:, None] - index)).tril()
+    scores = q @ k.mT * (decay / decay.sum(-1, keepdim=True).sqrt())
+    return scores / scores.detach().abs().sum(-1, keepdim=True).clamp(min=1) @ v
+
+
+def linear_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = (F.elu(q) + 1) @ (F.elu(k) + 1).mT
+    weights = weights.tril()
+    return (weights @ v) / weights.sum(-1, keepdim=True)
+
+
+def bias_of_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = q @ k.mT
+    bias = k[..., 0].exp()[..., None, :].expand_as(scores)
+    return (scores + bias.masked_fill(_future(scores), -math.inf)).softmax(-1) @ v
+
+
 MIXES = (
     softcap,
     filled_and_masked,
@@ -98,6 +124,10 @@ MIXES = (
     difference,
     distances,
     not_causal,
+    sink,
+    retention,
+    linear_attention,
+    bias_of_keys,
 )
 
 
@@ -205,7 +235,9 @@ def test_dropout_of_weights_is_the_same_in_forward_and_backward() -> None:
 
 
 @pytest.mark.parametrize(
-    "mix", [softcap, filled_and_masked, keys_in_rows], ids=lambda m: m.__name__
+    "mix",
+    [softcap, filled_and_masked, keys_in_rows, sink, retention, linear_attention, bias_of_keys],
+    ids=lambda mix: mix.__name__,
 )
 def test_no_tensor_of_tokens_by_tokens(mix: Mix) -> None:
     model, length = Model(lambda: mix), 512
