@@ -293,21 +293,22 @@ def _apply_rule(axes: Axes, node: Node, live: list[Streamed | None], prologue: b
         if letters.setdefault(letter, place.extent) != place.extent:
             return "its inputs cover different parts of the sequence (a shift between tokens)"
     whole: set[Node] = set()
-    if len(letters) == 2 and not prologue and set(letters.values()) == {FULL}:
-        row = row_letter(axes, node, spec, sources, carried)
+    extent = next(iter(letters.values()), FULL)
+    if len(letters) == 2 and not prologue and set(letters.values()) == {extent}:
+        row = row_letter(axes, node, spec, sources, carried, extent)
         whole = {sources[index] for index in carried if carried[index] != row}
         if row is None or any(
             sources[index] in whole for index in carried if carried[index] == row
         ):
             return "it needs a product of tokens with tokens along both of its dims"
-        letters = {row: FULL}
-    elif set(letters.values()) == {FULL} and not prologue:
-        row = added_row(axes, node, spec, next(iter(letters)))
+        letters = {row: extent}
+    elif len(letters) == 1 and not prologue:
+        row = added_row(axes, node, spec, next(iter(letters)), extent)
         if row is not None:
-            whole, letters = {sources[index] for index in carried}, {row: FULL}
+            whole, letters = {sources[index] for index in carried}, {row: extent}
     if len(letters) != 1:
         return "two dims of its result run over the sequence"
-    letter, extent = next(iter(letters.items()))
+    (letter,) = letters
     if letter in spec.whole:
         return "the op mixes tokens"
     places = tuple(
@@ -317,7 +318,7 @@ def _apply_rule(axes: Axes, node: Node, live: list[Streamed | None], prologue: b
         if not prologue:
             axes.kind[node] = Kind.SUM
             axes.step[node] = Step(spec, letter, whole=whole)
-            axes.place[node] = (column_of(axes, spec, sources, carried, letter),)
+            axes.place[node] = (column_of(axes, spec, sources, carried, letter, extent),)
         return None
     if any(
         place is None for place, dims in zip(places, spec.outputs, strict=True) if dims is not None
@@ -327,7 +328,7 @@ def _apply_rule(axes: Axes, node: Node, live: list[Streamed | None], prologue: b
     if not prologue:
         axes.kind[node] = Kind.STREAMED
         axes.step[node] = Step(spec, letter, whole=whole)
-        column = column_of(axes, spec, sources, carried, letter)
+        column = column_of(axes, spec, sources, carried, letter, extent)
         if column is not None:
             axes.columns[node] = column
     return None

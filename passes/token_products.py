@@ -20,7 +20,7 @@ from typing import Protocol
 import torch
 from torch.fx import Node
 
-from .placement import FULL, Streamed, locate, position_of, tensor_inputs, value_of
+from .placement import Extent, Streamed, locate, position_of, tensor_inputs, value_of
 from .rules import call_of, rule_for
 from .rules.sizes import same_size
 from .rules.spec import Dims, Letter, Size, Spec
@@ -41,12 +41,17 @@ class Placed(Protocol):
 
 
 def row_letter(
-    placed: Placed, node: Node, spec: Spec, sources: Sequence[Node], carried: Mapping[int, Letter]
+    placed: Placed,
+    node: Node,
+    spec: Spec,
+    sources: Sequence[Node],
+    carried: Mapping[int, Letter],
+    extent: Extent,
 ) -> Letter | None:
     """Which of the two letters that the inputs of ``node`` are streamed along the loop runs over.
 
-    ``carried`` has the letter of each streamed input. ``None`` where a chunk of either letter
-    needs the whole of a product of tokens with tokens.
+    ``carried`` has the letter of each streamed input, all of them of ``extent``. ``None`` where a
+    chunk of either letter needs the whole of a product of tokens with tokens.
     """
     letters = list(dict.fromkeys(carried.values()))
     products = {
@@ -58,27 +63,35 @@ def row_letter(
         return None
     gradients = [carried[index] for index in carried if sources[index] in placed.dependent]
     letters = list(dict.fromkeys([*gradients, *letters]))
-    (row,) = products or {_row_by_use(placed, node, spec, letters) or letters[0]}
+    (row,) = products or {_row_by_use(placed, node, spec, letters, extent) or letters[0]}
     return None if row in spec.whole else row
 
 
-def added_row(placed: Placed, node: Node, spec: Spec, column: Letter) -> Letter | None:
+def added_row(
+    placed: Placed, node: Node, spec: Spec, column: Letter, extent: Extent
+) -> Letter | None:
     """The letter that an expansion along the sequence adds, if the loop runs over that one.
 
     ``keys[:, None, :].expand(B, T, T)`` is streamed along the keys, unless what it meets tells that
     these are the columns.
     """
+    length = extent.length(placed.length)
     taken = {letter for dims in spec.inputs for one in dims for letter in one}
     for dims in spec.outputs[0] or ():
         for letter in dims:
-            if letter not in taken and same_size(spec.sizes[letter], placed.length):
-                row = _row_by_use(placed, node, spec, [column, letter])
+            if letter not in taken and same_size(spec.sizes[letter], length):
+                row = _row_by_use(placed, node, spec, [column, letter], extent)
                 return letter if row == letter else None
     return None
 
 
 def column_of(
-    placed: Placed, spec: Spec, sources: Sequence[Node], carried: Mapping[int, Letter], row: Letter
+    placed: Placed,
+    spec: Spec,
+    sources: Sequence[Node],
+    carried: Mapping[int, Letter],
+    row: Letter,
+    extent: Extent,
 ) -> Streamed | None:
     """Where the first output runs over the sequence a second time, beside ``row``."""
     dims = spec.outputs[0]
@@ -86,25 +99,27 @@ def column_of(
         at = placed.columns.get(source)
         letter = carried.get(index)
         if at is not None:
-            found = locate(spec, spec.inputs[index], at, placed.length)
+            found = _find(placed, spec, index, at)
             if found is None:
                 continue
             spec, letter = found
             dims = spec.outputs[0]
         if dims is not None and letter is not None and letter != row:
-            place = position_of(spec, dims, letter, FULL)
+            place = position_of(spec, dims, letter, extent)
             if place is not None:
                 return place
     return None
 
 
-def _row_by_use(placed: Placed, node: Node, spec: Spec, letters: list[Letter]) -> Letter | None:
+def _row_by_use(
+    placed: Placed, node: Node, spec: Spec, letters: list[Letter], extent: Extent
+) -> Letter | None:
     """The row letter of a product of two values that are no such products themselves.
 
     ``None`` if its uses do not tell.
     """
     dims = spec.outputs[0] or ()
-    places = {letter: position_of(spec, dims, letter, FULL) for letter in letters}
+    places = {letter: position_of(spec, dims, letter, extent) for letter in letters}
     carrying: dict[Node, dict[Letter, Streamed]] = {
         node: {letter: at for letter, at in places.items() if at is not None}
     }
@@ -126,7 +141,7 @@ def _row_by_use(placed: Placed, node: Node, spec: Spec, letters: list[Letter]) -
         if mixed and kept:
             return kept[0]
         outcome = {
-            letter: position_of(found, found.outputs[0] or (), name, FULL)
+            letter: position_of(found, found.outputs[0] or (), name, extent)
             for letter, name in there.items()
         }
         carrying[user] = {letter: at for letter, at in outcome.items() if at is not None}
@@ -144,17 +159,22 @@ def _letters_at(
     streamed: set[Letter] = set()
     for index, source in enumerate(sources):
         for letter, place in carrying.get(source, {}).items():
-            found = locate(spec, spec.inputs[index], place, placed.length)
+            found = _find(placed, spec, index, place)
             if found is not None:
                 spec, there[letter] = found
     for index, source in enumerate(sources):
         at = placed.position(source) if placed.in_loop(source) else None
-        found = None if at is None else locate(spec, spec.inputs[index], at, placed.length)
+        found = None if at is None else _find(placed, spec, index, at)
         if found is not None:
             spec, name = found
             if source in placed.columns or _runs_over(spec.inputs[index], there.values()):
                 streamed.add(name)
     return there, streamed, spec
+
+
+def _find(placed: Placed, spec: Spec, index: int, at: Streamed) -> tuple[Spec, Letter] | None:
+    """The letter that is the sequence at position ``at`` of an input."""
+    return locate(spec, spec.inputs[index], at, at.extent.length(placed.length))
 
 
 def _runs_over(dims: Dims, letters: Iterable[Letter]) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from streambp_fx.passes.axes import Kind, find_axes
 from streambp_fx.passes.dataflow import descendants
-from streambp_fx.passes.placement import Streamed
+from streambp_fx.passes.placement import Extent, Streamed
 from tests.joint_graphs import aten, axes_of, calls, forward_graph, only, result
 
 B, T, D = 2, 5, 3
@@ -151,6 +151,18 @@ def test_a_product_as_the_values_of_attention_is_reported() -> None:
     (barrier,) = axes.barriers
     assert "its value is a product of tokens with tokens" in barrier.reason
     assert barrier.bytes == B * T * T * 4
+
+
+def test_equal_parts_of_the_sequence_make_products_too() -> None:
+    def program(x: Tensor, v: Tensor) -> Tensor:
+        return (x[:, 1:] @ x[:, 1:].mT).softmax(-1) @ v[:, 1:]
+
+    graph = forward_graph(program, X, torch.zeros(B, T, D))
+    axes = axes_of(graph, Streamed(1), Streamed(1), length=T)
+    part = Extent(1, 0)
+    scores, output = calls(graph, aten.bmm.default)
+    assert axes.columns[scores] == Streamed(2, extent=part)
+    assert axes.position(output) == Streamed(1, extent=part) and not axes.barriers
 
 
 def test_a_part_of_the_sequence_against_all_of_it_is_a_barrier() -> None:

@@ -208,6 +208,21 @@ def test_narrow_dtypes_are_no_worse_than_eager(dtype: torch.dtype) -> None:
     assert_error_not_larger_than_eager(build, dtype, batch=lambda seed: _ids(2, 37), chunk_size=5)
 
 
+def test_ids_cut_inside_the_program_stream_as_well() -> None:
+    model = Model(lambda: bias_of_keys).double()
+
+    def loss(input_ids: Tensor) -> Tensor:
+        x = model.embedding(input_ids[:, :-1])
+        for layer in model.layers:
+            x = layer(x)
+        return F.cross_entropy(model.head(x).flatten(0, 1), input_ids[:, 1:].flatten())
+
+    batch = _ids(2, 23)
+    compiled = streamed(loss, chunk_size=5)
+    assert_same_step(run(model, batch, compiled), run(model, batch, loss))
+    assert_streamed_whole()
+
+
 def test_compiled_bodies_give_the_same() -> None:
     model = Model(lambda: softcap).double()
     compiled = streamed(model, chunk_size=5, compile_bodies=True)
