@@ -111,7 +111,11 @@ def _waists(
         if last:
             position = _like_the_layer_before(flow, alive, attention, chosen, axes)
             if position is None:
-                position = _narrowest(alive, weight, start, _widest(flow, start, end, axes), axes)
+                widest = _widest(flow, start, end, axes)
+                position = _narrowest(alive, weight, start, widest, axes)
+                # Logits in bf16 are narrower than those in fp32 and no waist for that.
+                if position is not None and 2 * weight[position] >= bytes_of(flow[widest]):
+                    position = None
         else:
             position = _narrowest(alive, weight, start, end, axes)
         if position is not None and position not in chosen:

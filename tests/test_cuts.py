@@ -81,3 +81,10 @@ def test_without_attention_the_cut_is_before_the_widest_value() -> None:
     (kept,) = cut
     assert kept.target is torch.ops.aten.mul.Tensor
     assert segments.segment[result(graph)] == 1
+
+
+def test_logits_in_bf16_are_no_waist() -> None:
+    x, w = (torch.zeros(size, HIDDEN, dtype=torch.bfloat16) for size in (LENGTH, VOCAB))
+    graph = forward_graph(lambda x, w: torch.nn.functional.linear(x, w).float().exp().sum(), x, w)
+    axes = axes_of(graph, Streamed(0), None, length=LENGTH, parameters=[1])
+    assert choose_cuts(read_joint(graph, 1), axes).cuts == []
