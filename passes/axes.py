@@ -47,6 +47,7 @@ aten = torch.ops.aten
 ATTENTION = torch.ops.streambp.attention.default
 ATTENTION_BACKWARD = torch.ops.streambp.attention_backward.default
 IOTA = torch.ops.prims.iota.default
+TRANSPOSES = (aten.permute.default, aten.transpose.int, aten.t.default)
 
 FEW = 4
 """A part of a sequence is few tokens if the whole has this many times its bytes."""
@@ -95,7 +96,8 @@ class Axes:
     ``prologue`` nodes depend on no parameter and no activation; ``after_loop`` nodes are GLUE that
     depends on something computed in a loop. ``widest_part`` has, for each number of tokens that
     slices of activations drop, the slice with the most bytes. ``columns`` has, for a product of
-    tokens with tokens, where it runs over the sequence beside its streamed rows.
+    tokens with tokens, where it runs over the sequence beside its streamed rows; ``transposed`` are
+    views of whole values that such a product reads, which are made outside loops.
     """
 
     length: Size
@@ -109,6 +111,7 @@ class Axes:
     barriers: list[Barrier] = field(default_factory=list)
     widest_part: dict[int, Node] = field(default_factory=dict)
     columns: dict[Node, Streamed] = field(default_factory=dict)
+    transposed: set[Node] = field(default_factory=set)
 
     def position(self, node: Node) -> Streamed | None:
         """The position of a single-output node's streamed axis."""
@@ -302,6 +305,8 @@ def _apply_rule(axes: Axes, node: Node, live: list[Streamed | None], prologue: b
         ):
             return "it needs a product of tokens with tokens along both of its dims"
         letters = {row: extent}
+        for source in whole:
+            _view_outside(axes, source)
     elif len(letters) == 1 and not prologue:
         row = added_row(axes, node, spec, next(iter(letters)), extent)
         if row is not None:
@@ -332,6 +337,15 @@ def _apply_rule(axes: Axes, node: Node, live: list[Streamed | None], prologue: b
         if column is not None:
             axes.columns[node] = column
     return None
+
+
+def _view_outside(axes: Axes, node: Node) -> None:
+    """Make a transpose that is needed whole a view of the whole value, outside loops."""
+    if axes.kind[node] is Kind.STREAMED and node.target in TRANSPOSES:
+        axes.kind[node] = Kind.GLUE
+        del axes.step[node]
+        axes.after_loop.add(node)
+        axes.transposed.add(node)
 
 
 def _barrier(axes: Axes, node: Node, live: list[Streamed | None], reason: str) -> None:

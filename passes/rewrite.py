@@ -22,13 +22,12 @@ import operator
 from dataclasses import dataclass, field
 from typing import Any
 
-import sympy
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from streambp_fx._torch import detect_fake_mode
 
-from .axes import Axes
+from .axes import Axes, Kind
 from .body import BodyPlan, LoopBody, map_args
 from .body_builder import BodyBuilder, RewriteError
 from .chunk_size import ChunkSizes
@@ -37,7 +36,7 @@ from .dataflow import JointGraph
 from .loops import LoopSpec, streambp_loop
 from .phases import Need, assign_phases, descends, finished_after_loop, is_tensor, needs
 from .placement import hint_of, value_of
-from .rules.sizes import expr_of
+from .size_nodes import SizeNodes
 
 aten = torch.ops.aten
 FOR_ANY_STRIDES: dict[Any, Any] = {
@@ -98,7 +97,7 @@ class _Rewriter:
         self.forward_nodes: set[Node] = set()
         self.bodies: dict[tuple[Any, ...], str] = {}
         self.loops: list[LoopSpec] = []
-        self.size_nodes: dict[sympy.Expr, Node] = {}
+        self.size_nodes = SizeNodes(self.new)
         self.parameter_only = self._parameter_only()
         values = [value_of(node) for node in (*joint.primals, *joint.tangents)]
         self.fake_mode = detect_fake_mode(values)
@@ -112,6 +111,7 @@ class _Rewriter:
         for node in self.joint.kept:
             self.whole(node)
         self.forward_nodes = set(self.new.nodes)
+        self._forget_whole_operands()
         self.backward = True
         for index in range(self.segments.count - 1, -1, -1):
             self._backward_stage(index)
@@ -121,13 +121,24 @@ class _Rewriter:
         graph_module = GraphModule(self.root, self.new)
         return Rewritten(graph_module, self.forward_nodes, self.loops)
 
+    def _forget_whole_operands(self) -> None:
+        """Let backward rebuild what a forward loop made whole for another loop alone.
+
+        Kept for it would be the keys and values of every layer whose attention is not causal.
+        """
+        kept = self.segments.cut_values() | set(self.joint.kept) | set(self.joint.forward_outputs)
+        views = self.axes.transposed
+        for node in list(self.forward_values):
+            streamed = self.axes.kind.get(node) is Kind.STREAMED or node in views
+            by_loops = all(self.axes.in_loop(user) or user in views for user in node.users)
+            if streamed and by_loops and node not in kept:
+                del self.forward_values[node]
+
     def _add_placeholder(self, node: Node) -> None:
         copy = self.new.placeholder(str(node.target))
         copy.meta = dict(node.meta)
         self.forward_values[node] = copy
-        value = value_of(node)
-        if isinstance(value, torch.SymInt):
-            self.size_nodes.setdefault(value.node.expr, copy)
+        self.size_nodes.note(copy)
 
     def _parameter_only(self) -> set[Node]:
         """Nodes that depend on parameters alone.
@@ -243,7 +254,7 @@ class _Rewriter:
             self.sizes.is_head(inside),
         )
         body = self.new.get_attr(self._body_name(plan, spec))
-        length = self.size(self.axes.length)
+        length = self.size_nodes.size(self.axes.length)
         loop = self.new.call_function(streambp_loop, (body, length, *plan.values))
         loop.meta["stack_trace"] = produced[0].meta.get("stack_trace")
         values = [self._fake(node) for node in produced]
@@ -358,7 +369,7 @@ class _Rewriter:
     def buffer(self, like: Node, zero: bool, dtype: torch.dtype) -> Node:
         """A new buffer with the shape of ``like``'s whole value."""
         value = value_of(like)
-        shape = [self.size(size) for size in value.shape]
+        shape = [self.size_nodes.size(size) for size in value.shape]
         target = aten.zeros.default if zero else aten.empty.memory_format
         node = self.new.call_function(target, (shape,), {"dtype": dtype, "device": value.device})
         if self.fake_mode is None:
@@ -369,33 +380,4 @@ class _Rewriter:
 
     def symbol(self, name: str) -> Node:
         """The new graph's node with the size called ``name``."""
-        for expr, node in self.size_nodes.items():
-            if str(expr) == name:
-                return node
-        raise RewriteError(f"no input of the graph carries the size {name}")
-
-    def size(self, size: Any) -> Any:
-        """A size as a number or a node of the new graph."""
-        expr = expr_of(size)
-        if expr.is_number:
-            return int(expr)
-        return self._size_node(expr)
-
-    def _size_node(self, expr: sympy.Expr) -> Any:
-        if expr.is_number:
-            return int(expr)
-        if expr in self.size_nodes:
-            return self.size_nodes[expr]
-        combine = {sympy.Add: operator.add, sympy.Mul: operator.mul}.get(expr.func)
-        if combine is None:
-            raise RewriteError(f"the size {expr} is not a sum or product of input sizes")
-        parts = [self._size_node(part) for part in expr.args]
-        total = parts[0]
-        for part in parts[1:]:
-            node = self.new.call_function(combine, (total, part))
-            left = value_of(total) if isinstance(total, Node) else total
-            right = value_of(part) if isinstance(part, Node) else part
-            node.meta["val"] = combine(left, right)
-            total = node
-        self.size_nodes[expr] = total
-        return total
+        return self.size_nodes.symbol(name)

@@ -273,3 +273,42 @@ def test_what_can_not_be_built_leaves_the_graph_unstreamed(monkeypatch: pytest.M
     module = GraphModule(captured.graph_module, captured.graph_module.graph)
     rewritten = stream(module, captured.num_forward_outputs, captured.roles, Settings(3), history)
     assert rewritten is None and history.unstreamed == "no body"
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("softcap", [False, True])
+def test_forward_keeps_layer_inputs_and_no_keys_or_values(causal: bool, softcap: bool) -> None:
+    def layer(x: Tensor, w: Tensor) -> Tensor:
+        q, k, v = (part.unsqueeze(1) for part in (x @ w).chunk(3, -1))
+        if softcap:
+            scores = torch.tanh(q @ k.mT)
+            scores = scores.tril() if causal else scores
+            mixed = scores.softmax(-1) @ v
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return x + mixed.squeeze(1)[..., :HIDDEN]
+
+    def program(x: Tensor, *weights: Tensor) -> Tensor:
+        x = x.sin()
+        for w in weights:
+            x = layer(x, w)
+        return x.square().sum()
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+    captured = capture(
+        program,
+        normal(BATCH, LENGTH, HIDDEN),
+        *(normal(HIDDEN, 3 * (HIDDEN + 1)) for _ in range(3)),
+    )
+    rewritten = captured.rewrite()
+    saved = [
+        node
+        for node in rewritten.forward_nodes
+        if node.op == "call_function"
+        and any(user.op != "output" and user not in rewritten.forward_nodes for user in node.users)
+    ]
+    kept = [tuple(node.meta["val"].shape) for node in saved]
+    assert kept.count((BATCH, LENGTH, HIDDEN)) == 3
+    assert not any({HIDDEN + 1, LENGTH} <= set(shape) for shape in kept), kept
