@@ -6,7 +6,7 @@ twice.
 
 Given:   loss = sum(f(h @ W)) / n;      dh, dW = head_backward(tangent, h, W)
 Result:  loss = sum(f(h @ W)) / n;      dh1, dW1 = head_backward(1, h, W)       # in forward
-         dh = dh1 * tangent;            dW = dW1 * tangent                      # in backward
+         dh = dh1 * tangent;            dW = dW1 * tangent     # scale_saved, in backward
 
 It is right where the only tangent is the loss's and everything in backward is that tangent times a
 constant (`linearity` checks the ops); it is possible where the head's backward waits for no sum
@@ -17,14 +17,17 @@ the token count underflows, before a gradient scaler could help, so the head kee
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
+import streambp_fx.ops.scale  # noqa: F401  (defines the op)
+
 from .axes import Axes, Kind
 from .cuts import Segments
-from .dataflow import JointGraph, ancestors
+from .dataflow import JointGraph, ancestors, storage_of
 from .linearity import is_linear
 from .placement import value_of
 
@@ -69,7 +72,12 @@ def fuse_head(
     for node in own:
         node.replace_input_with(tangent, unit)
     leaving = [node for node in own if any(user not in inside for user in node.users)]
-    return FusedHead(leaving, [_scale(joint, node, tangent, inside) for node in leaving])
+    shared = Counter(map(storage_of, leaving))
+    scaled = [
+        _scale(joint, node, tangent, inside, alone=shared[storage_of(node)] == 1)
+        for node in leaving
+    ]
+    return FusedHead(leaving, scaled)
 
 
 def _only_tangent(joint: JointGraph) -> Node | None:
@@ -127,15 +135,16 @@ def _like_tangent(joint: JointGraph, one: Node, tangent: Node) -> Node:
     return unit
 
 
-def _scale(joint: JointGraph, node: Node, tangent: Node, inside: set[Node]) -> Node:
-    """Hand ``node * tangent`` to every reader outside of the head."""
+def _scale(joint: JointGraph, node: Node, tangent: Node, inside: set[Node], *, alone: bool) -> Node:
+    """Hand ``node * tangent`` to every reader outside of the head, in place if ``alone``."""
     with joint.graph.inserting_after(node):
         factor = tangent
         if value_of(tangent).dim():
             factor = joint.graph.call_function(aten.reshape.default, (tangent, []))
             factor.meta["val"] = value_of(tangent).new_empty(())
     with joint.graph.inserting_after(factor if factor is not tangent else node):
-        scaled = joint.graph.call_function(aten.mul.Tensor, (node, factor))
+        target = torch.ops.streambp.scale_saved.default if alone else aten.mul.Tensor
+        scaled = joint.graph.call_function(target, (node, factor))
         scaled.meta = dict(node.meta)
     node.replace_all_uses_with(
         scaled, delete_user_cb=lambda user: user not in inside and user is not scaled

@@ -32,6 +32,9 @@ def split(
     results = output.args[0]
     backward_results = list(results)[num_forward_outputs:]  # type: ignore[arg-type]
     readers = [node for node in graph.nodes if node not in rewritten.forward_nodes]
+    for node in readers:
+        # Else an op that changes something in place is taken to belong to forward.
+        node.meta["partitioner_tag"] = "is_backward"
     read = [arg for node in readers if node is not output for arg in node.all_input_nodes]
     read += [node for node in backward_results if isinstance(node, Node)]
     for node in read:

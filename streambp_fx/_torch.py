@@ -13,6 +13,8 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
+import torch
+
 # Turns a Dynamo graph into forward and backward graphs, with compilers and a partitioner of ours.
 from torch._dynamo.backends.common import aot_autograd as aot_autograd
 
@@ -145,6 +147,11 @@ def allocations(profiled: profile) -> Iterator[int]:
     for event in sorted(memory, key=lambda event: event.start_ns()):
         if event.device_type() == DeviceType.CPU:
             yield event.nbytes()
+
+
+def backward_may_run_again() -> bool:
+    """Whether the running backward keeps its graph (``retain_graph=True``); true outside of one."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def clear_gpu_caches() -> None:

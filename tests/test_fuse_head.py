@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from streambp_fx.passes.fuse_head import fuse_head
+from tests.backend import streamed
 from tests.joint_graphs import Captured, assert_same_results, aten, bodies, capture
+from tests.watch import assert_no_allocation_of
 
 BATCH, LENGTH, HIDDEN, VOCAB = 2, 7, 8, 31
 PRODUCTS = (aten.mm.default, torch.ops.streambp.accumulate_mm_.default)
@@ -103,3 +105,19 @@ def test_kept_values_are_scaled_for_every_reader_outside() -> None:
         outside = [user for user in node.users if user not in inside]
         assert [user.args for user in outside] == [(node, tangent)]
         assert set(outside) <= set(kept.scaled)
+
+
+def test_backward_scales_in_place_unless_it_may_run_again() -> None:
+    tokens, vocab = 64, 4096
+    weight = torch.nn.Parameter(torch.randn(vocab, HIDDEN))
+    weight.grad = torch.zeros_like(weight)
+    x, labels = torch.randn(1, tokens, HIDDEN), torch.randint(0, vocab, (1, tokens))
+    compiled = streamed(_token_mean, head_chunk_size=8)
+    compiled(x, weight, labels).backward()
+    once = weight.grad.clone()
+
+    assert_no_allocation_of(compiled(x, weight, labels).backward, vocab * HIDDEN * 4)
+    loss = compiled(x, weight, labels)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    torch.testing.assert_close(weight.grad, 4 * once)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from streambp_fx import _torch
 
@@ -71,3 +72,21 @@ def test_private_api_exists_and_takes_what_it_is_given(name: str) -> None:
 
 def test_no_row_outlives_its_import() -> None:
     assert PARAMETERS.keys() <= IMPORTED.keys()
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_a_backward_tells_whether_it_may_run_again(keep: bool) -> None:
+    said = []
+
+    class Ask(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            said.append(_torch.backward_may_run_again())
+            return grad
+
+    Ask.apply(torch.ones((), requires_grad=True)).backward(retain_graph=keep)
+    assert said == [keep] and _torch.backward_may_run_again()
