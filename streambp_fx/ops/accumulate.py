@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_TILE = 2**21
+"""Elements of an operand that are upcast at once."""
+
 _LIBRARY = torch.library.Library("streambp", "FRAGMENT")
 _LIBRARY.define("accumulate_(Tensor(a!) accumulator, Tensor part) -> ()")
 _LIBRARY.define("accumulate_mm_(Tensor(a!) accumulator, Tensor left, Tensor right) -> ()")
@@ -36,17 +39,23 @@ def accumulate_mm_(accumulator: Tensor, left: Tensor, right: Tensor) -> None:
     Args:
         accumulator: ``[m, n]`` or ``[b, m, n]``, at least as wide a dtype as the operands.
         left: ``[m, c]`` or ``[b, m, c]``; right: ``[c, n]`` or ``[b, c, n]``. Narrower operands
-            are upcast (a chunk, never the product), except on CUDA, where the product of narrow
-            operands is written wide.
+            are upcast, ``left`` a tile at a time and never the product, except on CUDA, where the
+            product of narrow operands is written wide.
     """
     dtype = accumulator.dtype
     batched = accumulator.dim() == 3
-    if left.dtype != dtype and accumulator.is_cuda and dtype == torch.float32:
+    add = torch.Tensor.baddbmm_ if batched else torch.Tensor.addmm_
+    if left.dtype == dtype:
+        add(accumulator, left, right)
+    elif accumulator.is_cuda and dtype == torch.float32:
         op = torch.ops.aten.baddbmm if batched else torch.ops.aten.addmm
         op.dtype_out(accumulator, left, right, dtype, out=accumulator)
-        return
-    add = accumulator.baddbmm_ if batched else accumulator.addmm_
-    add(left.to(dtype), right.to(dtype))
+    else:
+        rows = max(1, _TILE * left.size(0) // max(1, left.numel()))
+        lefts = left.split(rows)
+        rights = right.split(rows) if batched else (right.to(dtype),) * len(lefts)
+        for total, one, other in zip(accumulator.split(rows), lefts, rights, strict=True):
+            add(total, one.to(dtype), other.to(dtype))
 
 
 def accumulate_index_put_(
