@@ -2,7 +2,7 @@
 
 Layers: about 512 tokens of the whole batch, which keeps matrix products large while a chunk's
 workspace stays small beside the weights. A loop with a very wide value (the logits, or scores of
-written-out attention) gets fewer tokens, so that this value stays under 16 MiB on the CPU. An
+written-out attention) gets fewer tokens, so that this value stays under 64 MiB on the CPU. An
 accelerator has more memory and is idle in narrow products: 256 MiB there, some 400 tokens of
 fp32 logits over a vocabulary of 150,000.
 """
@@ -19,7 +19,7 @@ from .dataflow import bytes_of
 from .placement import hint_of, value_of
 
 TOKENS = 512
-WIDEST_BYTES_CPU = 16 * 2**20
+WIDEST_BYTES_CPU = 64 * 2**20
 WIDEST_BYTES = 256 * 2**20
 FEWEST_TOKENS = 16
 
