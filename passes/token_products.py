@@ -25,6 +25,9 @@ from .rules import call_of, rule_for
 from .rules.sizes import same_size
 from .rules.spec import Dims, Letter, Size, Spec
 
+MADE = (torch.Tensor, tuple, list)
+"""What the value of a call is that makes tensors: one, or several."""
+
 
 class Placed(Protocol):
     """What is asked of the analysis so far."""
@@ -185,9 +188,9 @@ def _runs_over(dims: Dims, letters: Iterable[Letter]) -> bool:
 
 
 def _after(node: Node) -> Iterator[Node]:
-    """The calls after ``node`` whose value is one tensor, in graph order."""
+    """The calls after ``node`` that make tensors, in graph order."""
     current = node.next
     while current.op != "output":
-        if current.op == "call_function" and isinstance(value_of(current), torch.Tensor):
+        if current.op == "call_function" and isinstance(value_of(current), MADE):
             yield current
         current = current.next

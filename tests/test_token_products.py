@@ -33,6 +33,7 @@ def test_scores_take_rows_of_the_queries_and_all_keys() -> None:
     [
         lambda scores, dim: scores.softmax(dim),
         lambda scores, dim: (scores / 2).tanh().sum(dim),
+        lambda scores, dim: (scores / 2).topk(2, dim)[0],
         lambda scores, dim: scores.exp().transpose(1, 2).amax(-3 - dim),
     ],
 )
