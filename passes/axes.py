@@ -32,6 +32,7 @@ from .placement import (
     Size,
     Streamed,
     hint_of,
+    is_ids,
     locate,
     position_of,
     source_of,
@@ -212,7 +213,7 @@ def _visit(axes: Axes, node: Node) -> None:
         else:
             live = [None if place is None else _anchored(axes, place) for place in live]
     if not any(place is not None for place in live):
-        if prologue and _is_ids(node, axes.length):
+        if prologue and is_ids(node, axes.length):
             axes.place[node] = (Streamed(1),)
         if node.target is ATTENTION and not prologue:
             _barrier(axes, node, live, ANOTHER_LENGTH)
@@ -242,18 +243,6 @@ def _takes_few_tokens(node: Node) -> bool:
     if node.target not in (aten.select.int, aten.slice.Tensor):
         return False
     return bytes_of(node) * FEW <= bytes_of(tensor_inputs(node)[0])
-
-
-def _is_ids(node: Node, length: Size) -> bool:
-    """Whether a value that no input labels may be the tokens, ``cat([prompt, completion], 1)``."""
-    value = value_of(node)
-    return (
-        isinstance(value, torch.Tensor)
-        and value.dim() == 2
-        and not value.is_floating_point()
-        and same_size(value.shape[1], length)
-        and not same_size(value.shape[0], length)
-    )
 
 
 def _note_part(axes: Axes, node: Node, place: Streamed) -> None:

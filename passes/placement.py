@@ -134,6 +134,18 @@ def value_of(node: Node) -> Any:
     return node.meta.get("val")
 
 
+def is_ids(node: Node, length: Size) -> bool:
+    """Whether a value that no input labels may be the tokens, ``cat([prompt, completion], 1)``."""
+    value = value_of(node)
+    return (
+        isinstance(value, torch.Tensor)
+        and value.dim() == 2
+        and not value.is_floating_point()
+        and same_size(value.shape[1], length)
+        and not same_size(value.shape[0], length)
+    )
+
+
 def tensor_inputs(node: Node) -> list[Node]:
     """The tensor-valued argument nodes in flattened order, once for each appearance."""
     found: list[Node] = []
