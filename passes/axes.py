@@ -23,7 +23,8 @@ from enum import Enum
 import torch
 from torch.fx import Graph, Node
 
-from .dataflow import bytes_of
+from .barrier import Barrier
+from .dataflow import VIEWS, bytes_of
 from .extents import ExtentChange, extent_change
 from .loops import StreamLoop
 from .placement import (
@@ -31,16 +32,14 @@ from .placement import (
     Extent,
     Size,
     Streamed,
-    hint_of,
     is_ids,
     locate,
     position_of,
-    source_of,
     tensor_inputs,
     value_of,
 )
 from .rules import call_of, rule_for
-from .rules.sizes import product, same_size
+from .rules.sizes import same_size
 from .rules.spec import Letter, Spec
 from .token_products import added_row, column_of, row_letter
 
@@ -62,19 +61,6 @@ class Kind(Enum):
     STREAMED = "streamed"
     SUM = "sum"
     GLUE = "glue"
-
-
-@dataclass(frozen=True)
-class Barrier:
-    """An op that could not be streamed: what, where and why."""
-
-    op: str
-    source: str
-    reason: str
-    bytes: int = 0
-
-    def __str__(self) -> str:
-        return f"{self.op}: {self.reason} ({self.source})"
 
 
 @dataclass
@@ -127,7 +113,9 @@ class Axes:
         """Whether the node is where tokens first meet other tokens: attention, or its scores."""
         if node.target is ATTENTION:
             return True
-        return node in self.columns and not any(arg in self.columns for arg in node.all_input_nodes)
+        if node not in self.columns or node.target in VIEWS:
+            return False
+        return not any(arg in self.columns for arg in node.all_input_nodes)
 
 
 def find_axes(
@@ -339,9 +327,7 @@ def _view_outside(axes: Axes, node: Node) -> None:
 
 def _barrier(axes: Axes, node: Node, live: list[Streamed | None], reason: str) -> None:
     value = value_of(node)
-    size = 0
     if isinstance(value, torch.Tensor):
-        size = hint_of(product(value.shape)) * value.element_size()
         for place in live:
             # Any label is valid for a whole value; the axis most likely stayed where it was.
             if (
@@ -352,7 +338,8 @@ def _barrier(axes: Axes, node: Node, live: list[Streamed | None], reason: str) -
                 and same_size(value.shape[place.dim], place.extent.length(axes.length))
             ):
                 axes.place[node] = (place,)
-    axes.barriers.append(Barrier(str(node.target), source_of(node), reason, size))
+    size = bytes_of(node) if isinstance(value, torch.Tensor) else 0
+    axes.barriers.append(Barrier.at(node, reason, size))
 
 
 def _visit_getitem(axes: Axes, node: Node) -> None:
@@ -380,18 +367,12 @@ def _visit_attention(axes: Axes, node: Node) -> None:
         source = arguments[name]
         place = axes.position(source) if isinstance(source, Node) else None
         if place is None or not place.matches(expected):
-            axes.barriers.append(
-                Barrier(
-                    str(node.target),
-                    source_of(node),
-                    f"the sequence axis of {name} is not its third dim, in full",
-                )
-            )
+            reason = f"the sequence axis of {name} is not its third dim, in full"
+            axes.barriers.append(Barrier.at(node, reason))
             return
         if name in ("key", "value") and source in axes.columns:
             reason = f"its {name} is a product of tokens with tokens, which it needs whole"
-            barrier = Barrier(str(node.target), source_of(node), reason, bytes_of(source))
-            axes.barriers.append(barrier)
+            axes.barriers.append(Barrier.at(node, reason, bytes_of(source)))
     count = 2 if node.target is ATTENTION else 3
     axes.kind[node] = Kind.STREAMED
     axes.place[node] = tuple(Streamed(2, 1, 1, FULL) for _ in range(count))

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch.fx import Graph, GraphModule
 
-from .axes import Barrier
+from .barrier import Barrier
 from .causal_masks import MaskReport
 from .loops import LoopSpec
 

@@ -20,10 +20,11 @@ from functools import partial
 from torch.fx import GraphModule, Node
 
 from .axes import ANOTHER_LENGTH, ATTENTION, Axes, find_axes
+from .barrier import Barrier
 from .check import check_rewritten
 from .chunk_size import chunk_sizes
 from .cuts import Segments, choose_cuts
-from .dataflow import JointGraph, read_joint
+from .dataflow import JointGraph, bytes_of, read_joint
 from .fuse_head import fuse_head
 from .history import History, Settings, timed
 from .inputs import (
@@ -39,6 +40,8 @@ from .rewrite import Rewritten, rewrite
 from .rules.sizes import same_size
 from .rules.spec import Size
 from .stages import assign_stages
+
+HANDED_ON = "a product of tokens with tokens, which one loop makes whole for another"
 
 
 def stream_along_one_axis(
@@ -102,6 +105,9 @@ def stream_along_one_axis(
     # Attention over another length was a barrier until now, or is none that this one streams.
     history.barriers = [one for one in history.barriers if one.reason != ANOTHER_LENGTH]
     history.barriers += axes.barriers
+    history.barriers += [
+        Barrier.at(node, HANDED_ON, bytes_of(node)) for node in rewritten.handed_on
+    ]
     history.loops += rewritten.loops
     history.tokens = max(history.tokens, hint_of(axis.length))
     lengths.append(axis.length)

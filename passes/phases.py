@@ -108,7 +108,7 @@ def _advance_sinks(
 
     Waiting for the last phase would keep its inputs for all tokens. Values that are computed again
     wherever they are read do not hold it back. A product of tokens with tokens is larger than its
-    inputs, and waits for what reads it.
+    inputs, and waits for what reads it; what is made of such a product does not.
     """
     sinks: set[Node] = set()
     for node in reversed(nodes):
@@ -118,7 +118,8 @@ def _advance_sinks(
     phase: dict[Node, int] = {}
     for node in nodes:
         phase[node] = latest[node]
-        if node not in sinks or node in axes.columns:
+        of_product = any(arg in axes.columns and arg in dependent for arg in node.all_input_nodes)
+        if not of_product and (node not in sinks or node in axes.columns):
             continue
         kept = [
             phase[arg] + (1 if _waits(arg, node, axes, backward) else 0)

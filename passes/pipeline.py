@@ -18,7 +18,8 @@ from torch.fx import GraphModule
 
 from streambp_fx._torch import detect_fake_mode
 
-from .axes import ANOTHER_LENGTH, Barrier
+from .axes import ANOTHER_LENGTH
+from .barrier import Barrier
 from .body_builder import RewriteError
 from .causal_masks import simplify_causal_masks
 from .history import History, Settings, timed
@@ -27,7 +28,6 @@ from .normalize import normalize
 from .normalize_kernels import normalize_kernels
 from .one_axis import stream_along_one_axis
 from .one_hot import compare_one_hots
-from .placement import source_of
 from .random_ops import replay_random_ops
 from .rewrite import Rewritten
 from .rules.spec import Size
@@ -45,10 +45,7 @@ def stream(
     """Rewrite a joint (or forward-only) graph; ``None``, with the reason, where nothing streams."""
     left = timed(history, "replay_random_ops", lambda: replay_random_ops(graph_module))
     history.barriers += [
-        Barrier(
-            str(node.target), source_of(node), f"its random numbers can not be drawn again: {why}"
-        )
-        for node, why in left
+        Barrier.at(node, f"its random numbers can not be drawn again: {why}") for node, why in left
     ]
     history.keep("replay_random_ops", graph_module)
     guards = _guards(graph_module)

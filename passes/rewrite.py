@@ -50,11 +50,16 @@ KEPT_META = ("val", "stack_trace", "loop", "stack_traces")
 
 @dataclass
 class Rewritten:
-    """The new joint graph and what is needed to take it apart."""
+    """The new joint graph and what is needed to take it apart.
+
+    ``handed_on`` are products of tokens with tokens, of the graph before, that one loop makes whole
+    for another.
+    """
 
     graph_module: GraphModule
     forward_nodes: set[Node]
     loops: list[LoopSpec] = field(default_factory=list)
+    handed_on: list[Node] = field(default_factory=list)
 
 
 def rewrite(
@@ -97,6 +102,7 @@ class _Rewriter:
         self.forward_nodes: set[Node] = set()
         self.bodies: dict[tuple[Any, ...], str] = {}
         self.loops: list[LoopSpec] = []
+        self.handed_on: list[Node] = []
         self.size_nodes = SizeNodes(self.new)
         self.parameter_only = self._parameter_only()
         values = [value_of(node) for node in (*joint.primals, *joint.tangents)]
@@ -119,7 +125,7 @@ class _Rewriter:
         output = self.new.output((*forward_outputs, *backward_outputs))
         output.meta.update(self.joint.graph.output_node().meta)
         graph_module = GraphModule(self.root, self.new)
-        return Rewritten(graph_module, self.forward_nodes, self.loops)
+        return Rewritten(graph_module, self.forward_nodes, self.loops, self.handed_on)
 
     def _forget_whole_operands(self) -> None:
         """Let backward rebuild what a forward loop made whole for another loop alone.
@@ -267,6 +273,11 @@ class _Rewriter:
             result.meta["val"] = value
             self._values()[node] = result
         self.loops.append(spec)
+        self.handed_on += [
+            node
+            for node in produced
+            if node in self.axes.columns and all(map(self.axes.in_loop, node.users))
+        ]
 
     def _inside(self, nodes: list[Node], produced: list[Node]) -> list[Node]:
         """The loop nodes that ``produced`` needs, back to what is available."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .passes.axes import Barrier
+from .passes.barrier import Barrier
 from .passes.loops import LoopSpec
 from .passes.pipeline import History
 

@@ -15,7 +15,7 @@ from streambp_fx import checking
 from streambp_fx.cli import app
 from streambp_fx.commands import explain as command
 from streambp_fx.commands import program
-from streambp_fx.passes.axes import Barrier
+from streambp_fx.passes.barrier import Barrier
 
 
 @pytest.fixture(scope="module")

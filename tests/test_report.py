@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from streambp_fx.backend import BarrierError, BarrierWarning
-from streambp_fx.passes.axes import Barrier
+from streambp_fx.passes.barrier import Barrier
 from streambp_fx.passes.pipeline import History
 from streambp_fx.report import Report
 from tests.backend import last_report, needs_report, streamed

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.backend import assert_streamed_whole, streamed
+from tests.backend import assert_streamed_whole, last_report, needs_report, streamed
 from tests.oracle import (
     assert_error_not_larger_than_eager,
     assert_exact_fp64,
@@ -87,6 +87,15 @@ def not_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.tanh(q @ k.mT).softmax(-1) @ v
 
 
+def gated_keys(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The gradient of the scores is read by two sums over rows, one of them by way of views."""
+    batch, heads, length, _ = q.shape
+    gate = F.softplus(v.sum(-1))[:, :1, None]
+    repeated = gate[:, :, None].expand(batch, 1, heads, length, length)
+    scores = q @ k.mT + repeated.reshape(batch, heads, length, length)
+    return scores.masked_fill(_future(scores), -math.inf).softmax(-1) @ v
+
+
 def sink(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scores = q @ k.mT
     scores = scores.masked_fill(_future(scores), -math.inf)
@@ -124,6 +133,7 @@ MIXES = (
     difference,
     distances,
     not_causal,
+    gated_keys,
     sink,
     retention,
     linear_attention,
@@ -251,7 +261,7 @@ def test_dropout_of_weights_is_the_same_in_forward_and_backward() -> None:
 
 @pytest.mark.parametrize(
     "mix",
-    [softcap, filled_and_masked, keys_in_rows, sink, retention, linear_attention, bias_of_keys],
+    [softcap, filled_and_masked, keys_in_rows, gated_keys, sink, retention, bias_of_keys],
     ids=lambda mix: mix.__name__,
 )
 def test_no_tensor_of_tokens_by_tokens(mix: Mix) -> None:
@@ -264,3 +274,14 @@ def test_no_tensor_of_tokens_by_tokens(mix: Mix) -> None:
     step()
     assert_streamed_whole()
     assert_no_allocation_of(step, length * length * 4)
+
+
+@needs_report
+def test_scores_that_a_loop_hands_to_another_are_reported() -> None:
+    def share(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = (q @ k.mT).softmax(-1)
+        return (weights / weights.sum(-2, keepdim=True)) @ v
+
+    assert_exact_fp64(Model(lambda: share), _ids(2, 23), chunk_size=5)
+    problems = last_report().problems()
+    assert problems and all("one loop makes whole for another" in line for line in problems)

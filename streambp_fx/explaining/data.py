@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..passes.axes import Barrier
+from ..passes.barrier import Barrier
 from .regions import Region
 from .step_memory import Moment
 

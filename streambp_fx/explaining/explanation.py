@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from streambp_fx._torch import pytree
 
 from ..options import parse_options
-from ..passes.axes import Barrier
+from ..passes.barrier import Barrier
 from ..passes.causal_masks import MaskReport
 from ..passes.pipeline import History
 from .body_memory import CompiledWorkspace, eager_workspace
