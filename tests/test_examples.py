@@ -31,9 +31,13 @@ def numbers(name: str, *arguments: str) -> list[float]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["plain_loop.py", "sft.py", "dpo.py", "lora.py"])
-def test_trainer_learns_what_it_learns_unstreamed(name: str) -> None:
-    arguments = ("--tokens", "96", "--steps", "4")
+@pytest.mark.parametrize(
+    "name, steps",
+    # Adapters start at zero, and learn slowly at first.
+    [("plain_loop.py", 4), ("sft.py", 4), ("dpo.py", 4), ("lora.py", 16)],
+)
+def test_trainer_learns_what_it_learns_unstreamed(name: str, steps: int) -> None:
+    arguments = ("--tokens", "96", "--steps", str(steps))
     streamed = numbers(name, *arguments)
     assert streamed == pytest.approx(numbers(name, *arguments, "--plain"), abs=2e-3)
     assert streamed[-1] < streamed[0] - 0.01
