@@ -11,7 +11,7 @@ Points = list[tuple[float, float]]
 
 
 def save_plot(rows: list[Row], path: Path) -> None:
-    """Draw what ``rows`` have and write ``path``, a picture.
+    """Draw what ``rows`` have and write ``path``, a picture. Without times it has one panel.
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -21,34 +21,56 @@ def save_plot(rows: list[Row], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
     peers = list(dict.fromkeys(row["peer"] for row in rows))
-    colors = {peer: f"C{index % 10}" for index, peer in enumerate(peers)}
-    for peer, points in peaks_by_length(rows).items():
+    colors = {peer: plt.colormaps["tab20"](index % 20) for index, peer in enumerate(peers)}
+    times = time_and_peak(rows)
+    panels = 2 if times else 1
+    figure, axes = plt.subplots(
+        1, panels, figsize=(2.5 + 4.5 * panels, 4.5), layout="constrained", squeeze=False
+    )
+    _draw_memory(axes[0, 0], peaks_by_length(rows), colors)
+    if times:
+        _draw_times(axes[0, 1], times, colors)
+    figure.legend(loc="outside right upper", fontsize="small")
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _draw_memory(axes: Any, lines: dict[str, Points], colors: dict[str, Any]) -> None:
+    from matplotlib.ticker import LogLocator
+
+    for peer, points in lines.items():
         ours = peer.startswith("streambp") and "==" not in peer
-        left.plot(
+        axes.plot(
             *zip(*points, strict=True),
-            marker="o",
+            marker="o" if ours else ".",
             label=peer,
             color=colors[peer],
             linewidth=2.5 if ours else 1.2,
         )
-    left.set(
+    axes.set(
         xscale="log", yscale="log", xlabel="tokens", ylabel="peak of a step, MiB", title="Memory"
     )
-    left.legend(fontsize="small")
-    for peer, (peak, ratio) in time_and_peak(rows).items():
-        right.scatter(peak, ratio, color=colors[peer])
-        right.annotate(peer, (peak, ratio), xytext=(5, 3), textcoords="offset points", fontsize=8)
-    right.set(
+    lengths = sorted({tokens for points in lines.values() for tokens, _ in points})
+    axes.set_xticks(lengths, [f"{tokens:g}" for tokens in lengths])
+    axes.set_xticks([], minor=True)
+    axes.set_yticks([], minor=True)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.grid(alpha=0.2)
+
+
+def _draw_times(axes: Any, times: dict[str, tuple[float, float]], colors: dict[str, Any]) -> None:
+    for peer, (peak, ratio) in times.items():
+        axes.scatter(peak, ratio, color=colors[peer])
+        axes.annotate(peer, (peak, ratio), xytext=(5, 3), textcoords="offset points", fontsize=8)
+    axes.set(
         xscale="log",
         xlabel="peak of a step, MiB",
         ylabel="time, gradient checkpointing = 1",
         title="Time and memory at the longest length that both have",
     )
-    right.axhline(1.0, color="grey", linewidth=0.8)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    axes.axhline(1.0, color="grey", linewidth=0.8)
 
 
 def peaks_by_length(rows: list[Row]) -> dict[str, Points]:
