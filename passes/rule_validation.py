@@ -117,7 +117,11 @@ def _validate(call: Call, spec: Spec, entry: OpReport) -> None:
             entry.sums += is_sum
             entry.local += not is_sum
             for chunks in (ragged,) if spec.positional else (ragged, interleaved):
-                found = difference(call, spec, letter, chunks(int(spec.sizes[letter])))
+                try:
+                    found = difference(call, spec, letter, chunks(int(spec.sizes[letter])))
+                except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                    # A rule that fails is wrong, and no end of the search.
+                    found = f"{type(error).__name__}: {error}"
                 if found is not None:
                     entry.wrong.append(f"# {found}\n{_repro(call, letter, chunks.__name__)}")
                     break

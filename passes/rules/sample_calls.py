@@ -154,6 +154,7 @@ def hand_made_calls() -> Iterator[Call]:
     yield record_call(aten.view.dtype, r(3, 4), torch.int32)
     yield record_call(aten.expand.default, r(2, 1, 4), [3, 2, 5, -1])
     yield record_call(aten.repeat.default, r(3, 4), [2, 1, 3])
+    yield record_call(aten.repeat.default, r(3, 0), [2, 1, 3])
     # label shift
     yield record_call(aten.constant_pad_nd.default, ids(9, 2, 7), [0, 1], -100)
     yield record_call(aten.constant_pad_nd.default, r(2, 7, 3), [0, 0, 1, -1])

@@ -11,6 +11,7 @@ from .arguments import argument, overloads
 from .factors import reshape_letters
 from .letters import Letters, align_right, letters_in, shape_of, wrap_dim, wrap_dims
 from .registry import register_rule
+from .sizes import same_size
 from .spec import Call, Chunk, Size, Spec, output_size
 
 aten = torch.ops.aten
@@ -88,8 +89,9 @@ def repeat_spec(call: Call) -> Spec | None:
 
     def resize(output_shapes: Sequence[tuple[Size, ...] | None], chunk: Chunk) -> dict[str, Any]:
         # Of the two letters of an output dim one is chunked, and the other has its full size.
+        # Any number of copies of an empty dim is empty.
         counts = [
-            size // own if chunk.letter in copy else count
+            size // own if chunk.letter in copy and not same_size(own, 0) else count
             for size, own, copy, count in zip(
                 output_shapes[0] or (), copied, copies, repeats, strict=True
             )
