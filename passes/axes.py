@@ -24,7 +24,7 @@ import torch
 from torch.fx import Graph, Node
 
 from .barrier import Barrier
-from .dataflow import VIEWS, bytes_of
+from .dataflow import VIEWS, bytes_of, dtype_and_shape
 from .extents import ExtentChange, extent_change
 from .loops import StreamLoop
 from .placement import (
@@ -219,7 +219,9 @@ def _visit(axes: Axes, node: Node) -> None:
             _note_part(axes, node, place)
         return
     reason = _apply_rule(axes, node, live, prologue)
-    if reason is not None and not prologue and not _takes_few_tokens(node):
+    if reason is not None and not (
+        prologue or _takes_few_tokens(node) or _pads_a_gradient(axes, node)
+    ):
         _barrier(axes, node, live, reason)
 
 
@@ -231,6 +233,16 @@ def _takes_few_tokens(node: Node) -> bool:
     if node.target not in (aten.select.int, aten.slice.Tensor):
         return False
     return bytes_of(node) * FEW <= bytes_of(tensor_inputs(node)[0])
+
+
+def _pads_a_gradient(axes: Axes, node: Node) -> bool:
+    """Whether the gradient of a part of a parameter (``positions[:T]``) becomes the parameter's.
+
+    It is a result of the program, and whole whatever the loops do.
+    """
+    if node.target not in (aten.slice_scatter.default, aten.constant_pad_nd.default):
+        return False
+    return dtype_and_shape(node) in map(dtype_and_shape, axes.parameters)
 
 
 def _note_part(axes: Axes, node: Node, place: Streamed) -> None:

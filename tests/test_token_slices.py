@@ -79,3 +79,22 @@ def test_slice_through_inductor() -> None:
     compiled = streamed(loss, chunk_size=4, compile_bodies=True)
     left = torch.autograd.grad(compiled(ids), parameters)
     torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-13)
+
+
+@needs_report
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_positions_that_are_a_part_of_a_parameter(dynamic: bool | None) -> None:
+    torch.manual_seed(0)
+    model = LogitsOnly(tied=False).double()
+    positions = torch.nn.Parameter(torch.randn(64, 131, dtype=torch.float64))
+    ids = torch.randint(0, 131, (2, LENGTH))
+    parameters = [*model.parameters(), positions]
+
+    def loss(ids: Tensor) -> Tensor:
+        logits = model(ids) * positions[: ids.shape[1]]
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+    right = torch.autograd.grad(loss(ids), parameters)
+    got = torch.autograd.grad(streamed(loss, dynamic=dynamic, chunk_size=4)(ids), parameters)
+    torch.testing.assert_close(got, right, rtol=1e-10, atol=1e-12)
+    assert_streamed_whole()
