@@ -238,9 +238,12 @@ def _takes_few_tokens(node: Node) -> bool:
 def _pads_a_gradient(axes: Axes, node: Node) -> bool:
     """Whether the gradient of a part of a parameter (``positions[:T]``) becomes the parameter's.
 
-    It is a result of the program, and whole whatever the loops do.
+    It is a result of the program, scaled at most, and whole whatever the loops do.
     """
     if node.target not in (aten.slice_scatter.default, aten.constant_pad_nd.default):
+        return False
+    readers = [reader for user in node.users for reader in (user.users or (user,))]
+    if any(reader.op != "output" for reader in readers):
         return False
     return dtype_and_shape(node) in map(dtype_and_shape, axes.parameters)
 

@@ -187,3 +187,13 @@ def test_gradient_that_meets_a_shifted_mask_first_follows_the_logits() -> None:
         if axes.in_loop(node) and (place := axes.position(node)) is not None
     }
     assert extents == {Extent(), Extent(0, 1)}
+
+
+def test_a_shift_of_tokens_is_reported_though_it_has_the_shape_of_a_parameter() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        x = x * w
+        return (torch.slice_scatter(x, x[:-1], 0, 1) * 2).exp().sum()
+
+    graph = forward_graph(program, torch.zeros(T, D), torch.zeros(T, D))
+    axes = axes_of(graph, Streamed(0), None, length=T, parameters=[1])
+    assert [barrier.op for barrier in axes.barriers] == ["aten.slice_scatter.default"]
