@@ -59,8 +59,9 @@ from torch._inductor import inductor_prims as inductor_prims
 # Holds the one chooser of kernels, which knows the GPU that it was made for.
 from torch._inductor import select_algorithm as select_algorithm
 
-# The first caches what system it runs on, its GPU included; the second loads kernels' source.
+# The first caches what system it runs on, its GPU included; the others compile and load source.
 from torch._inductor.codecache import CacheBase
+from torch._inductor.codecache import CppCodeCache as CppCodeCache
 from torch._inductor.codecache import PyCodeCache as PyCodeCache
 
 # Compiles one graph below Dynamo and AOTAutograd.

@@ -133,14 +133,16 @@ def test_a_wheel_holds_every_module_once_and_imports(
     )
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
-    held = [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".py")]
+    code = {".py", ".cpp"}
+    held = [name for name in zipfile.ZipFile(wheel).namelist() if Path(name).suffix in code]
     sources = {
         "streambp_fx/" + path.relative_to(checkout).as_posix()
-        for path in (checkout / "passes").rglob("*.py")
+        for path in (checkout / "passes").rglob("*")
+        if path.suffix in code
     } | {
         path.relative_to(checkout).as_posix()
-        for path in (checkout / "streambp_fx").rglob("*.py")
-        if not path.resolve().is_relative_to(checkout / "passes")
+        for path in (checkout / "streambp_fx").rglob("*")
+        if path.suffix in code and not path.resolve().is_relative_to(checkout / "passes")
     }
     assert sorted(held) == sorted(sources)
     install(environment, "--force-reinstall", str(wheel))

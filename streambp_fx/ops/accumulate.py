@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .narrow_products import add_narrow_product, is_narrow_product
+
 _TILE = 2**21
 """Elements of an operand that are upcast at once."""
 
@@ -39,8 +41,8 @@ def accumulate_mm_(accumulator: Tensor, left: Tensor, right: Tensor) -> None:
     Args:
         accumulator: ``[m, n]`` or ``[b, m, n]``, at least as wide a dtype as the operands.
         left: ``[m, c]`` or ``[b, m, c]``; right: ``[c, n]`` or ``[b, c, n]``. Narrower operands
-            are upcast, ``left`` a tile at a time and never the product, except on CUDA, where the
-            product of narrow operands is written wide.
+            are upcast, ``left`` a tile at a time and never the product, except where the machine
+            has a product of narrow operands with a wide result: CUDA, and bfloat16 on some CPUs.
     """
     dtype = accumulator.dtype
     batched = accumulator.dim() == 3
@@ -50,6 +52,8 @@ def accumulate_mm_(accumulator: Tensor, left: Tensor, right: Tensor) -> None:
     elif accumulator.is_cuda and dtype == torch.float32:
         op = torch.ops.aten.baddbmm if batched else torch.ops.aten.addmm
         op.dtype_out(accumulator, left, right, dtype, out=accumulator)
+    elif is_narrow_product(accumulator, left, right):
+        add_narrow_product(accumulator, left, right)
     else:
         rows = max(1, _TILE * left.size(0) // max(1, left.numel()))
         lefts = left.split(rows)

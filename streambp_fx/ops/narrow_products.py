@@ -1,0 +1,74 @@
+"""Products of bfloat16 on the CPU, added to fp32 sums without rounding (``narrow_products.cpp``).
+
+Inductor's C++ builder compiles the source once and caches it on disk, as it does its own kernels.
+"""
+
+from __future__ import annotations
+
+import logging
+from ctypes import CDLL, c_bool, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from streambp_fx._torch import CppCodeCache
+
+log = logging.getLogger(__name__)
+
+_ROWS, _COLUMNS = 64, 256
+"""Block of the sum that a thread adds to at once; its operands stay in a core's L2 cache."""
+
+
+@cache
+def _library() -> CDLL | None:
+    """The compiled source, or ``None`` where it doesn't compile or the CPU has no such product."""
+    try:
+        library = CppCodeCache.load(Path(__file__).with_suffix(".cpp").read_text())
+    except (RuntimeError, OSError) as error:  # no compiler, a failure of it, or of loading
+        log.warning("bfloat16 products into fp32 sums run in fp32, which is slower: %s", error)
+        return None
+    library.supported.restype = c_bool
+    return library if library.supported() else None
+
+
+def is_narrow_product(total: Tensor, left: Tensor, right: Tensor) -> bool:
+    """Whether `add_narrow_product` takes these operands on this machine."""
+    return (
+        total.device.type == "cpu"
+        and total.dtype == torch.float32
+        and left.dtype == right.dtype == torch.bfloat16
+        and total.stride(-1) == 1
+        and min(*total.shape, left.size(-1)) > 0
+        and _library() is not None
+    )
+
+
+def add_narrow_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """``total += left @ right``, each product and sum in fp32.
+
+    Args:
+        total: fp32 ``[m, n]`` or ``[b, m, n]``, columns contiguous.
+        left: bfloat16 ``[m, k]`` or ``[b, m, k]``; right: bfloat16 ``[k, n]`` or ``[b, k, n]``.
+
+    The workspace is a copy of ``right`` and 64 rows of ``left`` for each thread.
+
+    Raises:
+        RuntimeError: where `is_narrow_product` would have said no because of the machine.
+    """
+    if total.dim() == 3:
+        for one in zip(total, left, right, strict=True):
+            add_narrow_product(*one)
+        return
+    library = _library()
+    if library is None:
+        raise RuntimeError("this machine has no product of bfloat16 with an fp32 result")
+    (m, n), k = total.shape, left.size(1)
+    even = k + k % 2
+    pairs = right if even == k else torch.cat([right, right.new_zeros(1, n)])
+    pairs = pairs.unflatten(0, (even // 2, 2)).transpose(1, 2).contiguous()
+    tiles = left.new_empty(torch.get_num_threads(), _ROWS, even)
+    pointers = [c_void_p(tensor.data_ptr()) for tensor in (total, left, pairs, tiles)]
+    sizes = (m, n, k, total.stride(0), *left.stride(), _ROWS, _COLUMNS)
+    library.add_product(*pointers, *map(c_int64, sizes))

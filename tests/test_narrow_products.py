@@ -1,0 +1,111 @@
+"""Sums of bfloat16 products on the CPU: fp32 throughout, on machines with and without them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from unittest import TestCase
+
+import pytest
+import torch
+from torch import Tensor
+
+from streambp_fx.measure import memory_use
+from streambp_fx.ops import narrow_products
+from streambp_fx.ops.accumulate import accumulate_mm_
+from streambp_fx.ops.narrow_products import add_narrow_product, is_narrow_product
+
+BF16 = torch.bfloat16
+SHAPES = [(64, 256, 32), (100, 70, 33), (5, 3, 1), (1, 1, 2), (257, 513, 777), (130, 1, 64)]
+
+
+def has_narrow_products() -> bool:
+    return is_narrow_product(torch.ones(1, 1), *[torch.ones(1, 1, dtype=BF16)] * 2)
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def fail(source: str) -> None:
+        raise RuntimeError("no compiler")
+
+    narrow_products._library.cache_clear()
+    monkeypatch.setattr(narrow_products.CppCodeCache, "load", fail)
+    yield
+    narrow_products._library.cache_clear()
+
+
+def operands(m: int, n: int, k: int, transposed: bool, *batch: int) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(m + n + k)
+    left = torch.randn(*batch, *((k, m) if transposed else (m, k)), generator=generator).to(BF16)
+    right = torch.randn(*batch, *((n, k) if transposed else (k, n)), generator=generator).to(BF16)
+    total = torch.randn(*batch, m, n, generator=generator)
+    return total, *((left.mT, right.mT) if transposed else (left, right))
+
+
+def error(got: Tensor, expected: Tensor) -> float:
+    return ((got - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_sums_keep_fp32_precision(shape: tuple[int, int, int], transposed: bool) -> None:
+    total, left, right = operands(*shape, transposed)
+    expected = total.double() + left.double() @ right.double()
+    accumulate_mm_(total, left, right)
+    assert error(total, expected) < 1e-6  # bfloat16 results would be off by about 2e-3
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_batched_sums(transposed: bool) -> None:
+    total, left, right = operands(70, 40, 9, transposed, 3)
+    expected = total.double() + left.double() @ right.double()
+    accumulate_mm_(total, left, right)
+    assert error(total, expected) < 1e-6
+
+
+def test_a_part_of_the_sum_is_added_to_in_place() -> None:
+    whole = torch.zeros(90, 50)
+    _, left, right = operands(80, 30, 10, transposed=False)
+    accumulate_mm_(whole[5:85, 10:40], left, right)
+    expected = torch.zeros(90, 50, dtype=torch.float64)
+    expected[5:85, 10:40] = left.double() @ right.double()
+    assert error(whole, expected) < 1e-6 and not whole[:5].any() and not whole[:, :10].any()
+
+
+def test_without_a_compiler_the_sums_are_the_same_and_it_is_said(
+    no_compiler: None,
+) -> None:
+    total, left, right = operands(100, 70, 33, transposed=True)
+    expected = total.double() + left.double() @ right.double()
+    with TestCase().assertLogs("streambp_fx", "WARNING") as logged:
+        accumulate_mm_(total, left, right)
+        accumulate_mm_(torch.zeros_like(total), left, right)
+    assert error(total, expected) < 1e-6
+    (line,) = logged.output
+    assert "bfloat16" in line and "no compiler" in line
+
+
+@pytest.mark.skipif(not has_narrow_products(), reason="no bfloat16 products on this CPU")
+def test_the_workspace_is_less_than_an_upcast_operand() -> None:
+    total, left, right = operands(8000, 256, 512, transposed=True)
+    threads = torch.get_num_threads()
+    workspace = 2 * (right.numel() + threads * narrow_products._ROWS * left.size(1))
+    peak = memory_use(lambda: add_narrow_product(total, left, right), "cpu").peak
+    assert peak <= workspace + 2**16 < 4 * left.numel()
+
+
+@pytest.mark.parametrize(
+    ("total", "left", "right"),
+    [
+        (torch.float64, BF16, BF16),
+        (torch.float32, BF16, torch.float32),
+        (torch.float32, torch.float16, torch.float16),
+    ],
+)
+def test_other_dtypes_are_summed_too(
+    total: torch.dtype, left: torch.dtype, right: torch.dtype
+) -> None:
+    sums = torch.zeros(3, 5, dtype=total)
+    one, other = torch.ones(3, 4, dtype=left), torch.ones(4, 5, dtype=right)
+    assert not is_narrow_product(sums, one, other)
+    accumulate_mm_(sums, one, other)
+    assert torch.equal(sums, torch.full((3, 5), 4.0, dtype=total))
