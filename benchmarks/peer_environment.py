@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 from .published import REQUIREMENTS
 
 FOLDER = Path(__file__).parent.parent / "build" / "peers" / "streambp-1.0"
+INSTALLED = "installed.txt"
+"""What the folder was made of, so that it is made anew once that is no longer asked for."""
 
 
 class PeerError(RuntimeError):
@@ -21,7 +24,9 @@ def folder_of_published() -> str:
     Raises:
         PeerError: see there.
     """
-    if not (FOLDER / "streambp").exists():
+    asked, installed = "\n".join(REQUIREMENTS), FOLDER / INSTALLED
+    if not installed.exists() or installed.read_text() != asked:
+        shutil.rmtree(FOLDER, ignore_errors=True)
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
         done = subprocess.run(
             [*command, "--target", str(FOLDER), *REQUIREMENTS],
@@ -32,4 +37,5 @@ def folder_of_published() -> str:
         if done.returncode:
             last = done.stderr.strip().rpartition("\n")[2]
             raise PeerError(f"pip install {' '.join(REQUIREMENTS)}: {last}")
+        installed.write_text(asked)
     return str(FOLDER)

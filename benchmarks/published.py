@@ -19,6 +19,10 @@ from torch import Tensor, nn
 REQUIREMENTS = (
     "streambp==1.0",
     "transformers==4.51.3",
+    "accelerate>=1.6,<1.7",
+    "datasets>=3.5,<4",
+    "peft>=0.15,<0.16",
+    "trl>=0.17,<0.18",
     "tokenizers>=0.21,<0.22",
     "huggingface_hub>=0.30,<1.0",
     "requests>=2.32",
@@ -28,7 +32,8 @@ REQUIREMENTS = (
     "idna",
 )
 """What is installed for it, without what these need in turn: torch must stay the one that all run.
-The rest of their needs comes with the newer transformers."""
+The rest of their needs comes with the newer packages; these newer ones do not go with the older
+transformers."""
 
 
 def published_step(

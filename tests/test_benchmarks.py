@@ -15,7 +15,7 @@ from rich.console import Console
 from torch.autograd import DeviceType
 from typer.testing import CliRunner
 
-from benchmarks import head_worker, peers, published, reference, saved, worker
+from benchmarks import head_worker, peer_environment, peers, published, reference, saved, worker
 from benchmarks.head_worker import HeadJob
 from benchmarks.objectives import OBJECTIVES, batch_of
 from benchmarks.peer_plot import peaks_by_length, save_plot, time_and_peak
@@ -111,6 +111,25 @@ def test_a_failure_is_kept_and_the_published_package_gets_its_own_folder(
     measurements = json.loads((results / "peers.json").read_text())["measurements"]
     assert [m["failure"] for m in measurements] == [None] * 4 + ["killed"] * 4
     assert (results / "peers.png").stat().st_size > 0
+
+
+def test_a_peers_folder_is_made_anew_once_other_packages_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folder, installs = tmp_path / "peer", []
+
+    def install(command: list[str], **_: Any) -> Any:
+        assert not folder.exists()
+        folder.mkdir()
+        installs.append(command)
+        return SimpleNamespace(returncode=0, stderr="")
+
+    monkeypatch.setattr(peer_environment, "FOLDER", folder)
+    monkeypatch.setattr(peer_environment.subprocess, "run", install)
+    for requirements in (("a==1",), ("a==1",), ("a==2",)):
+        monkeypatch.setattr(peer_environment, "REQUIREMENTS", requirements)
+        assert peer_environment.folder_of_published() == str(folder)
+    assert [command[-1] for command in installs] == ["a==1", "a==2"]
 
 
 def _app() -> Any:
