@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+from streambp_fx.measure import peak_memory
 from tests.trainers import (
     ACCUMULATION,
     OPTIONS,
@@ -152,8 +153,8 @@ def test_a_resumed_run_ends_where_the_whole_one_ends(tmp_path: Path) -> None:
     )
 
 
-def accelerate_loop(model: Any) -> tuple[list[float], Compiles]:
-    """The losses of accelerate's own kind of loop, in bf16, and what compiled late."""
+def accelerate_loop(model: Any) -> tuple[list[float], Compiles, int]:
+    """The losses of accelerate's own kind of loop, in bf16, what compiled late, a batch's peak."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
 
@@ -181,13 +182,15 @@ def accelerate_loop(model: Any) -> tuple[list[float], Compiles]:
     with count_compiles() as late:
         for batch in batches:
             step(batch)
+    peak = peak_memory(lambda: accelerator.backward(model(**batch).loss))
     AcceleratorState._reset_state(reset_partial_state=True)
-    return losses, late
+    return losses, late, peak
 
 
 def test_accelerate_in_bf16() -> None:
-    want, _ = accelerate_loop(tiny_model())
-    got, late = accelerate_loop(compiled_in_place(dynamic=True))
+    want, _, whole = accelerate_loop(tiny_model())
+    got, late, streamed = accelerate_loop(compiled_in_place(dynamic=True))
     assert len(want) == STEPS * ACCUMULATION
     assert got == pytest.approx(want, rel=2e-3)
     assert late == Compiles(0, 0)
+    assert streamed < whole
