@@ -1,10 +1,11 @@
-"""Pass: one value scattered into a constant becomes a comparison with positions.
+"""Pass: one value a line scattered into a constant becomes a comparison with positions.
 
 Given:  ``z = full([N, V], 0.0); s = scatter(z, 1, labels[N, 1], -1.0)``
 Result: ``s = where(eq(view(iota(V), [1, V]), labels), -1.0, 0.0)``
 
-The backward of cross entropy is such a scatter. Kernels are fused with a comparison and not with a
-scatter, which costs one more buffer of a chunk's logits.
+The backward of cross entropy is such a scatter. That of a gather, such as of a label's
+log-probability, is a ``scatter_add`` of ``g[N, 1]`` in place of ``-1.0``. Kernels are fused with a
+comparison and not with a scatter, which costs one more buffer of a chunk's logits.
 """
 
 from __future__ import annotations
@@ -24,13 +25,18 @@ from .rules.sizes import same_size
 aten = torch.ops.aten
 prims = torch.ops.prims
 
+SCATTERS = (aten.scatter.value, aten.scatter.src, aten.scatter_add.default)
+"""Those of a number, of values, and of values that are added."""
+
 
 def compare_one_hots(graph_module: GraphModule) -> None:
     """Rewrite ``graph_module`` in place. No guard is added."""
     graph = graph_module.graph
-    for node in graph.find_nodes(op="call_function", target=aten.scatter.value):
-        base, dim, index, value = node.args[:4]
-        if _is_constant(base) and _takes_one_each(value_of(base), dim, value_of(index)):
+    for target in SCATTERS:
+        for node in graph.find_nodes(op="call_function", target=target):
+            if not _is_one_hot(node):
+                continue
+            base, dim, index, value = node.args[:4]
             with graph.inserting_before(node):
                 compared = _Emitter(graph, node).where_hit(dim, index, value, base.args[1])
             node.replace_all_uses_with(compared)
@@ -39,8 +45,16 @@ def compare_one_hots(graph_module: GraphModule) -> None:
     graph_module.recompile()
 
 
-def _is_constant(base: Any) -> bool:
-    return isinstance(base, Node) and base.target is aten.full.default
+def _is_one_hot(scatter: Node) -> bool:
+    base, dim, index, value = scatter.args[:4]
+    if not isinstance(base, Node) or base.target is not aten.full.default:
+        return False
+    if scatter.target is aten.scatter_add.default and base.args[1] != 0:
+        return False
+    shape = value_of(index).shape
+    if isinstance(value, Node) and not all(map(same_size, value_of(value).shape, shape)):
+        return False  # only a part of the values is scattered
+    return _takes_one_each(value_of(base), dim, value_of(index))
 
 
 def _takes_one_each(base: Tensor, dim: int, index: Tensor) -> bool:
@@ -65,7 +79,10 @@ class _Emitter:
         self.stack_trace = scatter.meta.get("stack_trace")
 
     def where_hit(self, dim: int, index: Node, value: Any, otherwise: Any) -> Node:
-        """``value`` where ``index`` points along ``dim``, ``otherwise`` elsewhere."""
+        """``value`` where ``index`` points along ``dim``, ``otherwise`` elsewhere.
+
+        ``value`` is a number, or has the shape of ``index``.
+        """
         like, dim = self.like, dim % self.like.dim()
         count = like.shape[dim]
         line = [count if other == dim else 1 for other in range(like.dim())]
@@ -76,7 +93,10 @@ class _Emitter:
         hit = self.graph.call_function(aten.eq.Tensor, (places, index))
         self._describe(hit, like.shape, torch.bool)
         values = [
-            self._call(aten.full.default, ([], each), [], like.dtype) for each in (value, otherwise)
+            each
+            if isinstance(each, Node)
+            else self._call(aten.full.default, ([], each), [], like.dtype)
+            for each in (value, otherwise)
         ]
         chosen = self.graph.call_function(aten.where.self, (hit, *values))
         self._describe(chosen, like.shape, like.dtype)

@@ -1,4 +1,4 @@
-"""`compare_one_hots`: a scatter of one value into a constant becomes a comparison."""
+"""`compare_one_hots`: one value a line, scattered into a constant, becomes a comparison."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from streambp_fx.passes.one_hot import compare_one_hots
+from streambp_fx.passes.one_hot import SCATTERS, compare_one_hots
 from tests.joint_graphs import calls, capture, run_graph
 
 aten = torch.ops.aten
@@ -29,9 +29,37 @@ def cross_entropy(x: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(x.flatten(0, 1), labels.flatten(), ignore_index=2)
 
 
+def gathered(x: Tensor, labels: Tensor) -> Tensor:
+    return x.log_softmax(-1).gather(-1, labels[..., None]).square()
+
+
+def gathered_along_the_middle(x: Tensor, labels: Tensor) -> Tensor:
+    return x.mT.sin().gather(1, labels[:, None]).square()
+
+
+def values(x: Tensor, labels: Tensor) -> Tensor:
+    source = x.sum(-1, keepdim=True)
+    return torch.full((2, 3, 7), 2.0, dtype=x.dtype).scatter(-1, labels[..., None], source)
+
+
 def two_places(x: Tensor, labels: Tensor) -> Tensor:
     index = torch.stack([labels, labels.flip(0)], -1)
     return x * torch.zeros(2, 3, 7, dtype=x.dtype).scatter(-1, index, 1.0)
+
+
+def two_gathered(x: Tensor, labels: Tensor) -> Tensor:
+    index = torch.stack([labels, labels.flip(0)], -1)
+    return x.exp().gather(-1, index).square()
+
+
+def part_of_the_values(x: Tensor, labels: Tensor) -> Tensor:
+    zeros = torch.zeros(2, 3, 7, dtype=x.dtype)
+    return x * zeros.scatter(-1, labels[..., None], x.detach().exp())
+
+
+def added_to_ones(x: Tensor, labels: Tensor) -> Tensor:
+    ones = torch.ones(2, 3, 7, dtype=x.dtype)
+    return ones.scatter_add(-1, labels[..., None], x[..., :1].exp())
 
 
 def into_values(x: Tensor, labels: Tensor) -> Tensor:
@@ -52,10 +80,13 @@ def rewritten(program: Callable[..., Tensor]) -> tuple[Any, int]:
     module.graph.lint()
     left = run_graph(module, captured.inputs())
     torch.testing.assert_close(left, right, rtol=0, atol=0)
-    return module.graph, len(calls(module.graph, aten.scatter.value))
+    return module.graph, sum(len(calls(module.graph, target)) for target in SCATTERS)
 
 
-@pytest.mark.parametrize("program", [one_hot, middle_dim, cross_entropy])
+@pytest.mark.parametrize(
+    "program",
+    [one_hot, middle_dim, cross_entropy, gathered, gathered_along_the_middle, values],
+)
 def test_becomes_a_comparison(program: Callable[..., Tensor]) -> None:
     graph, scatters = rewritten(program)
     assert scatters == 0
@@ -64,7 +95,10 @@ def test_becomes_a_comparison(program: Callable[..., Tensor]) -> None:
     assert any(7 in value.shape and value.dtype == torch.float64 for value in chosen)
 
 
-@pytest.mark.parametrize("program", [two_places, into_values, some_rows])
+@pytest.mark.parametrize(
+    "program",
+    [two_places, into_values, some_rows, two_gathered, part_of_the_values, added_to_ones],
+)
 def test_other_scatters_stay(program: Callable[..., Tensor]) -> None:
     _, scatters = rewritten(program)
     assert scatters >= 1
