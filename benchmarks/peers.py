@@ -12,7 +12,7 @@ and NAME.png.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from enum import StrEnum
 from importlib.util import find_spec
@@ -59,20 +59,25 @@ SECONDS = 1800.0
 
 
 def jobs(
-    sweeps: list[Sweep], parts: list[Part], peers: list[str], rounds: int, device: str
+    sweeps: list[Sweep],
+    parts: list[Part],
+    peers: list[str],
+    lengths: Sequence[int],
+    rounds: int,
+    device: str,
 ) -> Iterator[Job]:
     """Every measurement that the flags ask for, none twice, in the order in which they run."""
     seen = set()
     for sweep in sweeps:
         for part in parts:
-            for job in _sweep(sweep, part, peers):
+            for job in _sweep(sweep, part, peers, lengths):
                 job = replace(job, part=part, rounds=rounds, device=device)
                 if job not in seen:
                     seen.add(job)
                     yield job
 
 
-def _sweep(sweep: Sweep, part: Part, peers: list[str]) -> Iterator[Job]:
+def _sweep(sweep: Sweep, part: Part, peers: list[str], lengths: Sequence[int]) -> Iterator[Job]:
     if sweep is Sweep.objectives:
         # An objective's gradients are checked by the tests, against formulas.
         if part is not Part.exactness:
@@ -93,7 +98,7 @@ def _sweep(sweep: Sweep, part: Part, peers: list[str]) -> Iterator[Job]:
             if sweep is Sweep.tokens and not objective:
                 yield replace(base, tokens=EXACTNESS_TOKENS)
         elif sweep is Sweep.tokens:
-            yield from (replace(base, tokens=tokens) for tokens in LENGTHS)
+            yield from (replace(base, tokens=tokens) for tokens in lengths)
         elif sweep is Sweep.layers:
             yield from (replace(base, layers=layers) for layers in LAYERS)
         else:
@@ -125,6 +130,9 @@ def main(
     sweep: Annotated[list[Sweep] | None, typer.Option(help="Only this sweep; repeatable.")] = None,
     part: Annotated[list[Part] | None, typer.Option(help="Only this part; repeatable.")] = None,
     peer: Annotated[list[str] | None, typer.Option(help="Only this peer; repeatable.")] = None,
+    tokens: Annotated[
+        list[int] | None, typer.Option(min=2, help="Only this length of its sweep; repeatable.")
+    ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Pairs of timed steps.")] = 9,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     name: Annotated[str, typer.Option(help="Name of the results file.")] = "peers",
@@ -137,13 +145,12 @@ def main(
     if find_spec("matplotlib") is None:
         progress.print("The plot needs: pip install matplotlib")
         raise typer.Exit(2)
-    for chosen in peer or []:
-        if chosen not in PEERS:
-            raise typer.BadParameter(f"{chosen!r} is none of {', '.join(PEERS)}")
+    for name_of_peer in peer or []:
+        if name_of_peer not in PEERS:
+            raise typer.BadParameter(f"{name_of_peer!r} is none of {', '.join(PEERS)}")
     saved = Saved.open(name, describe(device))
-    planned = list(
-        jobs(sweep or list(Sweep), part or list(Part), peer or list(PEERS), rounds, device)
-    )
+    sweeps, parts, chosen = sweep or list(Sweep), part or list(Part), peer or list(PEERS)
+    planned = list(jobs(sweeps, parts, chosen, tokens or LENGTHS, rounds, device))
     failed = run(planned, saved, progress)
     rows = [{**entry, "peer": peer_of(Job(**entry["job"]))} for entry in saved.measurements]
     console.print(table(rows))

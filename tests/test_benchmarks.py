@@ -67,7 +67,7 @@ def test_results_of_another_machine_are_not_mixed_in(results: Path) -> None:
 
 
 def test_every_peer_is_measured_at_every_length_and_nothing_twice() -> None:
-    planned = list(jobs(list(Sweep), list(Part), list(PEERS), 9, "cpu"))
+    planned = list(jobs(list(Sweep), list(Part), list(PEERS), peers.LENGTHS, 9, "cpu"))
     assert len(planned) == len(set(planned))
     memory = [job for job in planned if job.part == "memory" and job.layers == 4]
     for name, (way, objective) in PEERS.items():
@@ -78,6 +78,14 @@ def test_every_peer_is_measured_at_every_length_and_nothing_twice() -> None:
     for job in planned:
         Way.parse(job.mode)
         assert json.loads(json.dumps(asdict(job))) == asdict(job)
+
+
+def test_the_sweep_of_lengths_takes_those_that_are_asked_for() -> None:
+    planned = jobs([Sweep.tokens], [Part.time], ["gc", "streambp"], [512], 3, "cpu")
+    assert [(job.mode, job.tokens, job.rounds) for job in planned] == [
+        ("gc", 512, 3),
+        ("streambp", 512, 3),
+    ]
 
 
 def test_a_peer_has_the_name_that_it_was_asked_by() -> None:
