@@ -11,7 +11,7 @@ comparison and not with a scatter, which costs one more buffer of a chunk's logi
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ def compare_one_hots(graph_module: GraphModule) -> None:
         for node in graph.find_nodes(op="call_function", target=target):
             if not _is_one_hot(node):
                 continue
-            base, dim, index, value = node.args[:4]
+            base, dim, index, value = cast(tuple[Any, ...], node.args[:4])
             with graph.inserting_before(node):
                 compared = _Emitter(graph, node).where_hit(dim, index, value, base.args[1])
             node.replace_all_uses_with(compared)
@@ -46,7 +46,7 @@ def compare_one_hots(graph_module: GraphModule) -> None:
 
 
 def _is_one_hot(scatter: Node) -> bool:
-    base, dim, index, value = scatter.args[:4]
+    base, dim, index, value = cast(tuple[Any, ...], scatter.args[:4])
     if not isinstance(base, Node) or base.target is not aten.full.default:
         return False
     if scatter.target is aten.scatter_add.default and base.args[1] != 0:
