@@ -26,7 +26,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from streambp_fx._torch import HigherOrderOperator, TorchDispatchMode, pytree
+from streambp_fx._torch import (
+    HigherOrderOperator,
+    TorchDispatchMode,
+    enable_python_dispatcher,
+    pytree,
+)
 
 from .autocast_regions import AutocastState
 from .placement import hint_of
@@ -148,7 +153,7 @@ def ops_of(node: Node) -> list[Any] | None:
         return None
     fake_mode = fakes[0].fake_mode
     args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), example_of)
-    with torch.no_grad(), fake_mode, _Record() as record:
+    with torch.no_grad(), fake_mode, enable_python_dispatcher(), _Record() as record:
         if isinstance(node.target, str):
             getattr(args[0], node.target)(*args[1:], **kwargs)
         else:

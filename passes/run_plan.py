@@ -143,7 +143,11 @@ def _change_extent(call: BodyCall, sizes: BodySizes, args: tuple[Any, ...]) -> A
     if call.change.fill is None:
         narrow, wide = call.change.extent, call.source.extent
         shift = sizes.first(narrow) - sizes.first(wide) if narrow.lo != wide.lo else 0
-        return aten.slice.Tensor(value, dim, shift, shift + sizes.size[narrow])
+        end = shift + sizes.size[narrow]
+        # Known of every chunk, and told to the tracer, which else makes a new size of the result.
+        torch._check(shift >= 0)
+        torch._check(end <= value.shape[dim])
+        return aten.slice.Tensor(value, dim, shift, end)
     narrow, wide = call.source.extent, call.change.extent
     before = sizes.first(narrow) - sizes.first(wide) if narrow.lo != wide.lo else 0
     after = sizes.size[wide] - sizes.size[narrow] - before

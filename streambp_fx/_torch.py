@@ -15,6 +15,9 @@ from unittest.mock import patch
 
 import torch
 
+# Runs composite ops on symbolic sizes, as Dynamo does.
+from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher
+
 # Turns a Dynamo graph into forward and backward graphs, with compilers and a partitioner of ours.
 from torch._dynamo.backends.common import aot_autograd as aot_autograd
 
@@ -87,6 +90,9 @@ from torch._ops import HigherOrderOperator as HigherOrderOperator
 
 # What an op overload is, to tell it from other callables.
 from torch._ops import OpOverload as OpOverload
+
+# Makes the first fake tensor on a GPU touch the GPU.
+from torch._subclasses import fake_tensor
 
 # Raised where fake tensors would have to know their values.
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentError
@@ -166,6 +172,11 @@ def clear_gpu_caches() -> None:
 def without_algorithm_selector() -> AbstractContextManager[Any]:
     """Have Inductor make a new chooser of kernels inside a with-block, and drop it at its end."""
     return patch.object(select_algorithm, "_ALGORITHM_SELECTOR_CACHE", None)
+
+
+def without_gpu_context() -> AbstractContextManager[Any]:
+    """Make fake tensors on a GPU without touching a GPU inside a with-block."""
+    return patch.object(fake_tensor, "init_gpu_context", lambda device: None)
 
 
 def cuda_worker_caches() -> tuple[dict[str, Any], dict[str, Any]]:

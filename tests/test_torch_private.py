@@ -29,6 +29,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "compile_fx_inner": ("gm", "example_inputs"),
     "default_partition": ("joint_module", "_joint_inputs", "num_fwd_outputs"),
     "detect_fake_mode": ("inputs",),
+    "enable_python_dispatcher": (),
     "fx_graph_cse": ("fx_g",),
     "get_gpu_type": (),
     "is_big_gpu": ("index_or_device",),

@@ -20,6 +20,7 @@ from streambp_fx._torch import (
     clear_gpu_caches,
     cuda_worker_caches,
     without_algorithm_selector,
+    without_gpu_context,
 )
 
 from .targets import WARP_SIZE, Target
@@ -53,6 +54,7 @@ def pretended_gpu(target: Target) -> Iterator[None]:
         for cache in cuda_worker_caches():
             stack.enter_context(patch.dict(cache, clear=True))
         stack.enter_context(without_algorithm_selector())
+        stack.enter_context(without_gpu_context())
         stack.enter_context(_triton_driver(target))
         clear_gpu_caches()
         stack.callback(clear_gpu_caches)
