@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen3Config
 
 from streambp_fx.demo import allocate_gradients
 from streambp_fx.explaining.body_memory import eager_workspace
-from streambp_fx.explaining.peers import CHECKPOINTING, EAGER
+from streambp_fx.explaining.peers import CHECKPOINTING, EAGER, switch_on_checkpointing
 from streambp_fx.explaining.step_memory import predict
 from streambp_fx.explaining.trace import trace
 from streambp_fx.measure import memory_use
@@ -163,7 +163,7 @@ def test_a_planned_peak_is_the_measured_one(way: str, keeps: bool) -> None:
     call: Any = model
     if way == CHECKPOINTING:
         model.config.use_cache = False
-        model.activation_checkpointing_enable()
+        switch_on_checkpointing([model])
     if way == STREAMED:
         sizes = {"chunk_size": 300, "head_chunk_size": 100}
         call = torch.compile(model, backend="streambp", options={"compile_bodies": False, **sizes})
