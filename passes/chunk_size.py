@@ -4,7 +4,9 @@ Layers: about 512 tokens of the whole batch, which keeps matrix products large w
 workspace stays small beside the weights. A loop with a very wide value (the logits, or scores of
 written-out attention) gets fewer tokens, so that this value stays under 64 MiB on the CPU. An
 accelerator has more memory and is idle in narrow products: 256 MiB there, some 400 tokens of
-fp32 logits over a vocabulary of 150,000.
+fp32 logits over a vocabulary of 150,000. Where a weight is larger, the value may be as large as
+that: each chunk reads the weight and adds to its gradient, which takes longer than the products
+once a chunk has few tokens.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ class ChunkSizes:
         tokens = max(FEWEST_TOKENS, TOKENS // max(1, self.batch))
         per_token = max(1, widest // length)
         most = WIDEST_BYTES_CPU if _on_cpu(nodes) else WIDEST_BYTES
+        most = max(most, _largest_weight(nodes, self.axes))
         return max(FEWEST_TOKENS, min(tokens, most // per_token))
 
 
@@ -66,6 +69,15 @@ def chunk_sizes(
 ) -> ChunkSizes:
     """The chunk sizes for a graph whose loop nodes are ``nodes``."""
     return ChunkSizes(axes, batch, _widest_of_rows(nodes, axes), chunk_size, head_chunk_size)
+
+
+def _largest_weight(nodes: list[Node], axes: Axes) -> int:
+    """Bytes of the largest value without a sequence axis that a loop over ``nodes`` reads or makes.
+
+    That is a weight or its gradient: a loop's other values run over the sequence.
+    """
+    values = {*nodes, *(operand for node in nodes for operand in node.all_input_nodes)}
+    return max((bytes_of(value) for value in values if axes.position(value) is None), default=0)
 
 
 def _widest(nodes: list[Node], axes: Axes) -> int:

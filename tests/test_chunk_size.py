@@ -52,6 +52,17 @@ def test_wide_values_get_fewer_tokens(device: str, most: int) -> None:
     assert sizes.choose([layer, head]) == most // (250_000 * 4) < TOKENS
 
 
+def test_wide_values_may_be_as_large_as_the_weight() -> None:
+    width, vocab = 300, 250_000
+    x, w = torch.zeros(1, LENGTH, width), torch.zeros(vocab, width)
+    graph = forward_graph(F.linear, x, w)
+    axes = axes_of(graph, Streamed(1), None, length=LENGTH, parameters=[1])
+    assert vocab * width * 4 > WIDEST_BYTES_CPU
+    sizes = chunk_sizes(axes, list(graph.nodes), 1, None, None)
+    nodes = [node for node in graph.nodes if axes.kind.get(node) is Kind.STREAMED]
+    assert sizes.choose(nodes) == width < TOKENS
+
+
 def test_options_win_and_the_head_has_its_own() -> None:
     graph, axes, layer, head = _layer_and_head()
     sizes = chunk_sizes(axes, list(graph.nodes), 1, 7, 3)
