@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from unittest import TestCase
 
 import pytest
@@ -15,6 +19,7 @@ from streambp_fx.ops.accumulate import accumulate_mm_
 from streambp_fx.ops.narrow_products import add_narrow_product, is_narrow_product
 
 BF16 = torch.bfloat16
+ROOT = Path(__file__).parent.parent
 SHAPES = [(64, 256, 32), (100, 70, 33), (5, 3, 1), (1, 1, 2), (257, 513, 777), (130, 1, 64)]
 
 
@@ -82,6 +87,36 @@ def test_without_a_compiler_the_sums_are_the_same_and_it_is_said(
     assert error(total, expected) < 1e-6
     (line,) = logged.output
     assert "bfloat16" in line and "no compiler" in line
+
+
+def test_without_onednn_the_sums_are_the_same() -> None:
+    total, left, right = operands(100, 70, 33, transposed=True)
+    expected = total.double() + left.double() @ right.double()
+    with torch.backends.mkldnn.flags(enabled=False):
+        assert not has_narrow_products()
+        accumulate_mm_(total, left, right)
+    assert error(total, expected) < 1e-6
+
+
+@pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE", "AVX512_CORE_BF16", "AVX512_CORE_AMX"])
+def test_older_cpus(isa: str) -> None:
+    """oneDNN can be told to use no later instructions than those."""
+    program = (
+        "from tests.test_narrow_products import *;"
+        "total, left, right = operands(100, 70, 33, transposed=True);"
+        "expected = total.double() + left.double() @ right.double();"
+        "accumulate_mm_(total, left, right); assert error(total, expected) < 1e-6"
+    )
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa}
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(not has_narrow_products(), reason="no bfloat16 products on this CPU")

@@ -1,14 +1,15 @@
 // total[m, n] += left[m, k] @ right[k, n]: float sums of bfloat16 products, in place.
 //
 // torch's CPU products of bfloat16 return bfloat16, which rounds every chunk's part of a sum. This
-// is the same hardware product (oneDNN's brgemm as ATen wraps it, on AMX or AVX512-BF16) with its
-// float sums added to `total` as they are.
+// is the same hardware product (oneDNN's brgemm as ATen wraps it) with its float sums added to
+// `total` as they are.
 
 #include <ATen/Parallel.h>
 #include <ATen/native/CPUBlas.h>
 
 #include <algorithm>
 #include <cstdint>
+#include <exception>
 
 namespace {
 
@@ -34,10 +35,11 @@ extern "C" bool supported() { return at::native::cpublas::could_pack(at::kBFloat
 
 // right: [even / 2, n, 2], pairs of rows interleaved ("VNNI"), an odd last row paired with zeros.
 // tiles: [threads, rows, even], workspace. The strides are in elements.
-extern "C" void add_product(float* total, const BFloat16* left, const BFloat16* right,
+// Returns false, with a part of the sum done, if the product failed.
+extern "C" bool add_product(float* total, const BFloat16* left, const BFloat16* right,
                             BFloat16* tiles, int64_t m, int64_t n, int64_t k, int64_t total_stride,
                             int64_t row_stride, int64_t depth_stride, int64_t rows,
-                            int64_t columns) {
+                            int64_t columns) try {
   const int64_t even = k + k % 2;
   const int64_t row_blocks = (m + rows - 1) / rows;
   const int64_t column_blocks = (n + columns - 1) / columns;
@@ -58,4 +60,7 @@ extern "C" void add_product(float* total, const BFloat16* left, const BFloat16* 
     }
     at::native::cpublas::brgemm_release();
   });
+  return true;
+} catch (const std::exception&) {
+  return false;
 }

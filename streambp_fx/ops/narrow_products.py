@@ -23,14 +23,20 @@ _ROWS, _COLUMNS = 64, 256
 
 @cache
 def _library() -> CDLL | None:
-    """The compiled source, or ``None`` where it doesn't compile or the CPU has no such product."""
+    """The compiled source, or ``None`` where it doesn't compile."""
     try:
         library = CppCodeCache.load(Path(__file__).with_suffix(".cpp").read_text())
     except (RuntimeError, OSError) as error:  # no compiler, a failure of it, or of loading
         log.warning("bfloat16 products into fp32 sums run in fp32, which is slower: %s", error)
         return None
-    library.supported.restype = c_bool
-    return library if library.supported() else None
+    library.supported.restype = library.add_product.restype = c_bool
+    return library
+
+
+def _on_this_machine() -> CDLL | None:
+    """The library if the CPU has such products, and `torch.backends.mkldnn` is not switched off."""
+    library = _library()
+    return library if library is not None and library.supported() else None
 
 
 def is_narrow_product(total: Tensor, left: Tensor, right: Tensor) -> bool:
@@ -41,7 +47,7 @@ def is_narrow_product(total: Tensor, left: Tensor, right: Tensor) -> bool:
         and left.dtype == right.dtype == torch.bfloat16
         and total.stride(-1) == 1
         and min(*total.shape, left.size(-1)) > 0
-        and _library() is not None
+        and _on_this_machine() is not None
     )
 
 
@@ -55,13 +61,14 @@ def add_narrow_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     The workspace is a copy of ``right`` and 64 rows of ``left`` for each thread.
 
     Raises:
-        RuntimeError: where `is_narrow_product` would have said no because of the machine.
+        RuntimeError: where `is_narrow_product` would have said no because of the machine, or the
+            product failed with a part of the sum done.
     """
     if total.dim() == 3:
         for one in zip(total, left, right, strict=True):
             add_narrow_product(*one)
         return
-    library = _library()
+    library = _on_this_machine()
     if library is None:
         raise RuntimeError("this machine has no product of bfloat16 with an fp32 result")
     (m, n), k = total.shape, left.size(1)
@@ -71,4 +78,5 @@ def add_narrow_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     tiles = left.new_empty(torch.get_num_threads(), _ROWS, even)
     pointers = [c_void_p(tensor.data_ptr()) for tensor in (total, left, pairs, tiles)]
     sizes = (m, n, k, total.stride(0), *left.stride(), _ROWS, _COLUMNS)
-    library.add_product(*pointers, *map(c_int64, sizes))
+    if not library.add_product(*pointers, *map(c_int64, sizes)):
+        raise RuntimeError("oneDNN's product of bfloat16 with an fp32 result failed")
