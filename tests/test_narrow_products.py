@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from streambp_fx._torch import FakeTensor, FakeTensorMode
 from streambp_fx.measure import memory_use
 from streambp_fx.ops import narrow_products
 from streambp_fx.ops.accumulate import accumulate_mm_
@@ -87,6 +88,17 @@ def test_without_a_compiler_the_sums_are_the_same_and_it_is_said(
     assert error(total, expected) < 1e-6
     (line,) = logged.output
     assert "bfloat16" in line and "no compiler" in line
+
+
+@pytest.mark.skipif(not has_narrow_products(), reason="no bfloat16 products on this CPU")
+def test_fake_tensors_are_taken_too() -> None:
+    """A memory prediction runs the sums of a body on them."""
+    with FakeTensorMode() as mode:
+        total = torch.empty(100, 70)
+        left, right = torch.empty(100, 33, dtype=BF16), torch.empty(33, 70, dtype=BF16)
+        assert is_narrow_product(total, left, right)
+        accumulate_mm_(total, left, right)
+    assert isinstance(total, FakeTensor) and total.fake_mode is mode
 
 
 def test_without_onednn_the_sums_are_the_same() -> None:

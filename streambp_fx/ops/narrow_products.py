@@ -68,15 +68,30 @@ def add_narrow_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         for one in zip(total, left, right, strict=True):
             add_narrow_product(*one)
         return
-    library = _on_this_machine()
-    if library is None:
+    if _on_this_machine() is None:
         raise RuntimeError("this machine has no product of bfloat16 with an fp32 result")
-    (m, n), k = total.shape, left.size(1)
+    n, k = right.shape[-1], left.shape[1]
     even = k + k % 2
     pairs = right if even == k else torch.cat([right, right.new_zeros(1, n)])
     pairs = pairs.unflatten(0, (even // 2, 2)).transpose(1, 2).contiguous()
     tiles = left.new_empty(torch.get_num_threads(), _ROWS, even)
+    torch.ops.streambp.add_narrow_product_(total, left, pairs, tiles)
+
+
+def _call_library(total: Tensor, left: Tensor, pairs: Tensor, tiles: Tensor) -> None:
+    library = _on_this_machine()
     pointers = [c_void_p(tensor.data_ptr()) for tensor in (total, left, pairs, tiles)]
-    sizes = (m, n, k, total.stride(0), *left.stride(), _ROWS, _COLUMNS)
-    if not library.add_product(*pointers, *map(c_int64, sizes)):
+    sizes = (*total.shape, left.shape[1], total.stride(0), *left.stride(), _ROWS, _COLUMNS)
+    if library is None or not library.add_product(*pointers, *map(c_int64, sizes)):
         raise RuntimeError("oneDNN's product of bfloat16 with an fp32 result failed")
+
+
+# An op, so that fake tensors, which have no data, never come to the library.
+_LIBRARY = torch.library.Library("streambp", "FRAGMENT")
+_LIBRARY.define(
+    "add_narrow_product_(Tensor(a!) total, Tensor left, Tensor pairs, Tensor(b!) tiles) -> ()"
+)
+_LIBRARY.impl("add_narrow_product_", _call_library, "CPU")
+torch.library.register_fake(
+    "streambp::add_narrow_product_", lambda total, left, pairs, tiles: None, lib=_LIBRARY
+)
