@@ -145,12 +145,12 @@ def main(
     if find_spec("matplotlib") is None:
         progress.print("The plot needs: pip install matplotlib")
         raise typer.Exit(2)
-    for name_of_peer in peer or []:
-        if name_of_peer not in PEERS:
-            raise typer.BadParameter(f"{name_of_peer!r} is none of {', '.join(PEERS)}")
+    for chosen in peer or []:
+        if chosen not in PEERS:
+            raise typer.BadParameter(f"{chosen!r} is none of {', '.join(PEERS)}")
     saved = Saved.open(name, describe(device))
-    sweeps, parts, chosen = sweep or list(Sweep), part or list(Part), peer or list(PEERS)
-    planned = list(jobs(sweeps, parts, chosen, tokens or LENGTHS, rounds, device))
+    sweeps, parts, peers = sweep or list(Sweep), part or list(Part), peer or list(PEERS)
+    planned = list(jobs(sweeps, parts, peers, tokens or LENGTHS, rounds, device))
     failed = run(planned, saved, progress)
     rows = [{**entry, "peer": peer_of(Job(**entry["job"]))} for entry in saved.measurements]
     console.print(table(rows))

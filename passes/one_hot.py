@@ -11,7 +11,7 @@ comparison and not with a scatter, which costs one more buffer of a chunk's logi
 from __future__ import annotations
 
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,9 +34,10 @@ def compare_one_hots(graph_module: GraphModule) -> None:
     graph = graph_module.graph
     for target in SCATTERS:
         for node in graph.find_nodes(op="call_function", target=target):
-            if not _is_one_hot(node):
+            args: tuple[Any, ...] = node.args
+            base, dim, index, value = args[:4]
+            if not _is_one_hot(target, base, dim, index, value):
                 continue
-            base, dim, index, value = cast(tuple[Any, ...], node.args[:4])
             with graph.inserting_before(node):
                 compared = _Emitter(graph, node).where_hit(dim, index, value, base.args[1])
             node.replace_all_uses_with(compared)
@@ -45,11 +46,10 @@ def compare_one_hots(graph_module: GraphModule) -> None:
     graph_module.recompile()
 
 
-def _is_one_hot(scatter: Node) -> bool:
-    base, dim, index, value = cast(tuple[Any, ...], scatter.args[:4])
+def _is_one_hot(target: Any, base: Any, dim: int, index: Node, value: Any) -> bool:
     if not isinstance(base, Node) or base.target is not aten.full.default:
         return False
-    if scatter.target is aten.scatter_add.default and base.args[1] != 0:
+    if target is aten.scatter_add.default and base.args[1] != 0:
         return False
     shape = value_of(index).shape
     if isinstance(value, Node) and not all(map(same_size, value_of(value).shape, shape)):

@@ -36,7 +36,7 @@ class Rounded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return (grad * 1e2).to(ctx.dtype).to(grad.dtype) / 1e2, None
+        return grad.to(ctx.dtype).to(grad.dtype), None
 
 
 @needs_report

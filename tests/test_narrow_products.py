@@ -34,6 +34,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         raise RuntimeError("no compiler")
 
     narrow_products._library.cache_clear()
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True})
     monkeypatch.setattr(narrow_products.CppCodeCache, "load", fail)
     yield
     narrow_products._library.cache_clear()
@@ -108,6 +109,12 @@ def test_without_onednn_the_sums_are_the_same() -> None:
         assert not has_narrow_products()
         accumulate_mm_(total, left, right)
     assert error(total, expected) < 1e-6
+
+
+@pytest.mark.skipif(not has_narrow_products(), reason="no bfloat16 products on this CPU")
+def test_a_product_that_fails_says_why() -> None:
+    with torch.backends.mkldnn.flags(enabled=False), pytest.raises(RuntimeError, match="Brgemm"):
+        add_narrow_product(*operands(100, 70, 33, transposed=True))
 
 
 @pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE", "AVX512_CORE_BF16", "AVX512_CORE_AMX"])

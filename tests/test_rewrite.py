@@ -146,8 +146,9 @@ def test_masks_are_computed_inside() -> None:
     assert all(
         shape[0] == BATCH and shape[2:] == (LENGTH,) for shape in shapes - {(LENGTH, LENGTH)}
     )
+    # Some releases of torch compare ids with the padding index, -1; a mask is compared with zero.
     outside = calls(rewritten.graph_module.graph, aten.eq.Scalar)
-    assert not any(_wide([node]) for node in outside)
+    assert not any(_wide([node]) or node.args[1] != -1 for node in outside)
 
 
 def _reads(node: Node, value: Node) -> bool:

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <exception>
+#include <string>
 
 namespace {
 
@@ -35,11 +36,11 @@ extern "C" bool supported() { return at::native::cpublas::could_pack(at::kBFloat
 
 // right: [even / 2, n, 2], pairs of rows interleaved ("VNNI"), an odd last row paired with zeros.
 // tiles: [threads, rows, even], workspace. The strides are in elements.
-// Returns false, with a part of the sum done, if the product failed.
-extern "C" bool add_product(float* total, const BFloat16* left, const BFloat16* right,
-                            BFloat16* tiles, int64_t m, int64_t n, int64_t k, int64_t total_stride,
-                            int64_t row_stride, int64_t depth_stride, int64_t rows,
-                            int64_t columns) try {
+// Returns null, or why the product failed, with a part of the sum done.
+extern "C" const char* add_product(float* total, const BFloat16* left, const BFloat16* right,
+                                   BFloat16* tiles, int64_t m, int64_t n, int64_t k,
+                                   int64_t total_stride, int64_t row_stride, int64_t depth_stride,
+                                   int64_t rows, int64_t columns) try {
   const int64_t even = k + k % 2;
   const int64_t row_blocks = (m + rows - 1) / rows;
   const int64_t column_blocks = (n + columns - 1) / columns;
@@ -60,7 +61,9 @@ extern "C" bool add_product(float* total, const BFloat16* left, const BFloat16* 
     }
     at::native::cpublas::brgemm_release();
   });
-  return true;
-} catch (const std::exception&) {
-  return false;
+  return nullptr;
+} catch (const std::exception& error) {
+  static thread_local std::string failure;
+  failure = error.what();
+  return failure.c_str();
 }

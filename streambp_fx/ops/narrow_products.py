@@ -6,7 +6,7 @@ Inductor's C++ builder compiles the source once and caches it on disk, as it doe
 from __future__ import annotations
 
 import logging
-from ctypes import CDLL, c_bool, c_int64, c_void_p
+from ctypes import CDLL, c_bool, c_char_p, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
 
@@ -23,36 +23,33 @@ _ROWS, _COLUMNS = 64, 256
 
 @cache
 def _library() -> CDLL | None:
-    """The compiled source, or ``None`` where it doesn't compile."""
+    """The compiled source, or ``None`` where it would be of no use or doesn't compile."""
+    if not torch.cpu.get_capabilities().get("amx_bf16", False):
+        return None
     try:
         library = CppCodeCache.load(Path(__file__).with_suffix(".cpp").read_text())
     except (RuntimeError, OSError) as error:  # no compiler, a failure of it, or of loading
         log.warning("bfloat16 products into fp32 sums run in fp32, which is slower: %s", error)
         return None
-    library.supported.restype = library.add_product.restype = c_bool
+    library.supported.restype, library.add_product.restype = c_bool, c_char_p
     return library
 
 
-def _on_this_machine() -> CDLL | None:
-    """The library if the CPU has such products, and `torch.backends.mkldnn` is not switched off."""
-    library = _library()
-    return library if library is not None and library.supported() else None
-
-
 def is_narrow_product(total: Tensor, left: Tensor, right: Tensor) -> bool:
-    """Whether `add_narrow_product` takes these operands on this machine."""
-    return (
+    """Whether `add_narrow_product` takes these operands, on this machine and with oneDNN as set."""
+    takes = (
         total.device.type == "cpu"
         and total.dtype == torch.float32
         and left.dtype == right.dtype == torch.bfloat16
         and total.stride(-1) == 1
         and min(*total.shape, left.size(-1)) > 0
-        and _on_this_machine() is not None
     )
+    library = _library() if takes else None
+    return library is not None and library.supported()
 
 
 def add_narrow_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """``total += left @ right``, each product and sum in fp32.
+    """``total += left @ right``, each product and sum in fp32, where `is_narrow_product`.
 
     Args:
         total: fp32 ``[m, n]`` or ``[b, m, n]``, columns contiguous.
@@ -61,15 +58,12 @@ def add_narrow_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     The workspace is a copy of ``right`` and 64 rows of ``left`` for each thread.
 
     Raises:
-        RuntimeError: where `is_narrow_product` would have said no because of the machine, or the
-            product failed with a part of the sum done.
+        RuntimeError: the machine has no such product, or it failed with a part of the sum done.
     """
     if total.dim() == 3:
         for one in zip(total, left, right, strict=True):
             add_narrow_product(*one)
         return
-    if _on_this_machine() is None:
-        raise RuntimeError("this machine has no product of bfloat16 with an fp32 result")
     n, k = right.shape[-1], left.shape[1]
     even = k + k % 2
     pairs = right if even == k else torch.cat([right, right.new_zeros(1, n)])
@@ -79,11 +73,14 @@ def add_narrow_product(total: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _call_library(total: Tensor, left: Tensor, pairs: Tensor, tiles: Tensor) -> None:
-    library = _on_this_machine()
+    library = _library()
+    if library is None:
+        raise RuntimeError("this machine has no product of bfloat16 with an fp32 result")
     pointers = [c_void_p(tensor.data_ptr()) for tensor in (total, left, pairs, tiles)]
     sizes = (*total.shape, left.shape[1], total.stride(0), *left.stride(), _ROWS, _COLUMNS)
-    if library is None or not library.add_product(*pointers, *map(c_int64, sizes)):
-        raise RuntimeError("oneDNN's product of bfloat16 with an fp32 result failed")
+    failure = library.add_product(*pointers, *map(c_int64, sizes))
+    if failure is not None:
+        raise RuntimeError(f"oneDNN's product of bfloat16 failed: {failure.decode()}")
 
 
 # An op, so that fake tensors, which have no data, never come to the library.
