@@ -49,11 +49,17 @@ def compare_one_hots(graph_module: GraphModule) -> None:
 def _is_one_hot(target: Any, base: Any, dim: int, index: Node, value: Any) -> bool:
     if not isinstance(base, Node) or base.target is not aten.full.default:
         return False
+    if not isinstance(base.args[1], (bool, int, float)):
+        return False  # the number is computed
     if target is aten.scatter_add.default and base.args[1] != 0:
         return False
     shape = value_of(index).shape
-    if isinstance(value, Node) and not all(map(same_size, value_of(value).shape, shape)):
-        return False  # only a part of the values is scattered
+    if isinstance(value, Node):
+        values = value_of(value)
+        if not isinstance(values, Tensor):
+            return False  # a number that is computed
+        if not all(map(same_size, values.shape, shape)):
+            return False  # only a part of the values is scattered
     return _takes_one_each(value_of(base), dim, value_of(index))
 
 

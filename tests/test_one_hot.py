@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from streambp_fx.passes.one_hot import SCATTERS, compare_one_hots
+from tests.backend import streamed
 from tests.joint_graphs import calls, capture, run_graph
 
 aten = torch.ops.aten
@@ -102,3 +103,21 @@ def test_becomes_a_comparison(program: Callable[..., Tensor]) -> None:
 def test_other_scatters_stay(program: Callable[..., Tensor]) -> None:
     _, scatters = rewritten(program)
     assert scatters >= 1
+
+
+def length_in_zeros(x: Tensor, labels: Tensor) -> Tensor:
+    zeros = torch.zeros(*x.shape[:2], 7, dtype=x.dtype)
+    return x * zeros.scatter(-1, labels[..., None], x.shape[1])
+
+
+def one_in_lengths(x: Tensor, labels: Tensor) -> Tensor:
+    lengths = torch.full((*x.shape[:2], 7), x.shape[1], dtype=x.dtype)
+    return x * lengths.scatter(-1, labels[..., None], 1.0)
+
+
+@pytest.mark.parametrize("program", [length_in_zeros, one_in_lengths])
+def test_a_symbolic_number_is_left_alone(program: Callable[..., Tensor]) -> None:
+    x = torch.randn(2, 21, 7, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, 7, (2, 21))
+    compiled = streamed(program, dynamic=True, chunk_size=8)
+    torch.testing.assert_close(compiled(x, labels), program(x, labels))
