@@ -7,13 +7,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from unittest import TestCase
 
 import pytest
 import torch
 from torch import Tensor
 
-from streambp_fx._torch import FakeTensor, FakeTensorMode
+from streambp_fx._torch import FakeTensor, FakeTensorMode, TorchDispatchMode
 from streambp_fx.measure import memory_use
 from streambp_fx.ops import narrow_products
 from streambp_fx.ops.accumulate import accumulate_mm_
@@ -22,6 +23,9 @@ from streambp_fx.ops.narrow_products import add_narrow_product, is_narrow_produc
 BF16 = torch.bfloat16
 ROOT = Path(__file__).parent.parent
 SHAPES = [(64, 256, 32), (100, 70, 33), (5, 3, 1), (1, 1, 2), (257, 513, 777), (130, 1, 64)]
+needs_narrow_products = pytest.mark.skipif(
+    "not has_narrow_products()", reason="no bfloat16 products on this CPU"
+)
 
 
 def has_narrow_products() -> bool:
@@ -69,6 +73,46 @@ def test_batched_sums(transposed: bool) -> None:
     assert error(total, expected) < 1e-6
 
 
+@pytest.fixture
+def threads() -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield 4
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("shape", [(700, 900, 65), (70, 1500, 3), (9, 9, 9)])
+def test_threads_share_a_sum(shape: tuple[int, int, int], threads: int) -> None:
+    total, left, right = operands(*shape, transposed=True)
+    expected = total.double() + left.double() @ right.double()
+    accumulate_mm_(total, left, right)
+    assert error(total, expected) < 1e-6
+
+
+@needs_narrow_products
+def test_depths_that_vary_need_few_kernels() -> None:
+    depths = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.ops.streambp.add_narrow_product_.default:
+                depths.add(2 * args[2].shape[0])
+            return func(*args, **(kwargs or {}))
+
+    with Watch():
+        for depth in range(1, 130):
+            add_narrow_product(*operands(5, 3, depth, transposed=True))
+    assert depths == {64, 128, 192}
+
+
+def test_a_row_seen_as_a_column_is_summed_too() -> None:
+    row = torch.zeros(5, 1).t()
+    accumulate_mm_(row, torch.ones(1, 4, dtype=BF16), torch.ones(4, 5, dtype=BF16))
+    assert torch.equal(row, torch.full((1, 5), 4.0))
+
+
 def test_a_part_of_the_sum_is_added_to_in_place() -> None:
     whole = torch.zeros(90, 50)
     _, left, right = operands(80, 30, 10, transposed=False)
@@ -91,7 +135,7 @@ def test_without_a_compiler_the_sums_are_the_same_and_it_is_said(
     assert "bfloat16" in line and "no compiler" in line
 
 
-@pytest.mark.skipif(not has_narrow_products(), reason="no bfloat16 products on this CPU")
+@needs_narrow_products
 def test_fake_tensors_are_taken_too() -> None:
     """A memory prediction runs the sums of a body on them."""
     with FakeTensorMode() as mode:
@@ -111,7 +155,7 @@ def test_without_onednn_the_sums_are_the_same() -> None:
     assert error(total, expected) < 1e-6
 
 
-@pytest.mark.skipif(not has_narrow_products(), reason="no bfloat16 products on this CPU")
+@needs_narrow_products
 def test_a_product_that_fails_says_why() -> None:
     with torch.backends.mkldnn.flags(enabled=False), pytest.raises(RuntimeError, match="Brgemm"):
         add_narrow_product(*operands(100, 70, 33, transposed=True))
@@ -138,11 +182,10 @@ def test_older_cpus(isa: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.skipif(not has_narrow_products(), reason="no bfloat16 products on this CPU")
+@needs_narrow_products
 def test_the_workspace_is_less_than_an_upcast_operand() -> None:
     total, left, right = operands(8000, 256, 512, transposed=True)
-    threads = torch.get_num_threads()
-    workspace = 2 * (right.numel() + threads * narrow_products._ROWS * left.size(1))
+    workspace = 2 * right.numel()
     peak = memory_use(lambda: add_narrow_product(total, left, right), "cpu").peak
     assert peak <= workspace + 2**16 < 4 * left.numel()
 

@@ -20,6 +20,9 @@ log = logging.getLogger(__name__)
 _ROWS, _COLUMNS = 64, 256
 """Block of the sum that a thread adds to at once; its operands stay in a core's L2 cache."""
 
+_DEPTH = 64
+"""Depths are padded to a multiple: oneDNN keeps a kernel for each that it has ever met."""
+
 
 @cache
 def _library() -> CDLL | None:
@@ -42,6 +45,7 @@ def is_narrow_product(total: Tensor, left: Tensor, right: Tensor) -> bool:
         and total.dtype == torch.float32
         and left.dtype == right.dtype == torch.bfloat16
         and total.stride(-1) == 1
+        and total.stride(-2) >= total.size(-1)
         and min(*total.shape, left.size(-1)) > 0
     )
     library = _library() if takes else None
@@ -55,7 +59,7 @@ def add_narrow_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total: fp32 ``[m, n]`` or ``[b, m, n]``, columns contiguous.
         left: bfloat16 ``[m, k]`` or ``[b, m, k]``; right: bfloat16 ``[k, n]`` or ``[b, k, n]``.
 
-    The workspace is a copy of ``right`` and 64 rows of ``left`` for each thread.
+    The workspace is a copy of ``right``, and 64 rows of ``left`` for each thread.
 
     Raises:
         RuntimeError: the machine has no such product, or it failed with a part of the sum done.
@@ -65,19 +69,19 @@ def add_narrow_product(total: Tensor, left: Tensor, right: Tensor) -> None:
             add_narrow_product(*one)
         return
     n, k = right.shape[-1], left.shape[1]
-    even = k + k % 2
-    pairs = right if even == k else torch.cat([right, right.new_zeros(1, n)])
-    pairs = pairs.unflatten(0, (even // 2, 2)).transpose(1, 2).contiguous()
-    tiles = left.new_empty(torch.get_num_threads(), _ROWS, even)
-    torch.ops.streambp.add_narrow_product_(total, left, pairs, tiles)
+    missing = -k % _DEPTH
+    padded = torch.cat([right, right.new_zeros(missing, n)]) if missing else right
+    pairs = padded.unflatten(0, (-1, 2)).transpose(1, 2).contiguous()
+    torch.ops.streambp.add_narrow_product_(total, left, pairs)
 
 
-def _call_library(total: Tensor, left: Tensor, pairs: Tensor, tiles: Tensor) -> None:
+def _call_library(total: Tensor, left: Tensor, pairs: Tensor) -> None:
     library = _library()
     if library is None:
         raise RuntimeError("this machine has no product of bfloat16 with an fp32 result")
-    pointers = [c_void_p(tensor.data_ptr()) for tensor in (total, left, pairs, tiles)]
-    sizes = (*total.shape, left.shape[1], total.stride(0), *left.stride(), _ROWS, _COLUMNS)
+    pointers = [c_void_p(tensor.data_ptr()) for tensor in (total, left, pairs)]
+    sizes = (*total.shape, left.shape[1], 2 * pairs.shape[0], total.stride(0), *left.stride())
+    sizes = (*sizes, _ROWS, _COLUMNS, torch.get_num_threads())
     failure = library.add_product(*pointers, *map(c_int64, sizes))
     if failure is not None:
         raise RuntimeError(f"oneDNN's product of bfloat16 failed: {failure.decode()}")
@@ -85,10 +89,8 @@ def _call_library(total: Tensor, left: Tensor, pairs: Tensor, tiles: Tensor) -> 
 
 # An op, so that fake tensors, which have no data, never come to the library.
 _LIBRARY = torch.library.Library("streambp", "FRAGMENT")
-_LIBRARY.define(
-    "add_narrow_product_(Tensor(a!) total, Tensor left, Tensor pairs, Tensor(b!) tiles) -> ()"
-)
+_LIBRARY.define("add_narrow_product_(Tensor(a!) total, Tensor left, Tensor pairs) -> ()")
 _LIBRARY.impl("add_narrow_product_", _call_library, "CPU")
 torch.library.register_fake(
-    "streambp::add_narrow_product_", lambda total, left, pairs, tiles: None, lib=_LIBRARY
+    "streambp::add_narrow_product_", lambda total, left, pairs: None, lib=_LIBRARY
 )
