@@ -47,12 +47,15 @@ def selected_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def token_entropy(logits: Tensor) -> Tensor:
-    """``H = logsumexp(logits) - sum_v p_v logit_v``, in nats, ``[B, T - 1]``.
+    """``H = -sum_v p_v log p_v``, in nats, ``[B, T - 1]``.
 
     Args:
         logits: ``[B, T - 1, V]``, finite.
     """
-    return torch.logsumexp(logits, dim=-1) - (torch.softmax(logits, dim=-1) * logits).sum(-1)
+    # Not by softmax, whose numerator has two uses: Inductor's CPU kernels would write it out,
+    # another value as large as a chunk's logits.
+    log_probs = logits - torch.logsumexp(logits, dim=-1)[..., None]
+    return -(torch.exp(log_probs) * log_probs).sum(-1)
 
 
 def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
