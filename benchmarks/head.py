@@ -18,9 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from .head_worker import HeadJob
-from .machine import describe
 from .processes import run_module
-from .saved import Saved
+from .saved import saved_results
 
 WAYS = (
     "compile",
@@ -49,7 +48,7 @@ def main(
     name: Annotated[str, typer.Option(help="Name of the results file.")] = "head",
 ) -> None:
     """Measure what the results file does not have yet. Exits with 1 if a measurement failed."""
-    saved = Saved.open(name, describe(device))
+    saved = saved_results(name, device)
     jobs = [
         HeadJob(chosen, size, precision, tokens, width, rounds, exactness, device)
         for size in vocabulary or (32000, 128000)

@@ -21,12 +21,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from .machine import describe
-from .peer_environment import folder_of_published
+from .peer_environment import PeerError, folder_of_published
 from .peer_plot import peaks_by_length, save_plot
 from .peer_table import table
-from .reference import measure
-from .saved import Saved
+from .reference import Measurement, measure
+from .saved import Saved, saved_results
 from .worker import Job
 
 Part = StrEnum("Part", ["memory", "exactness", "time"])
@@ -119,11 +118,18 @@ def run(planned: list[Job], saved: Saved, progress: Console) -> int:
             continue
         told = f"{number} of {len(planned)}: {job.part}, {peer_of(job)}, {job.tokens} tokens"
         with progress.status(told):
-            path = folder_of_published() if job.mode.startswith("published") else None
-            measured = measure(job, SECONDS, path)
+            measured = _measured(job)
         saved.add(asdict(job), measured.result, measured.failure)
         progress.print(f"{told}: {measured.failure or 'done'}", markup=False, highlight=False)
     return saved.failed([asdict(job) for job in planned])
+
+
+def _measured(job: Job) -> Measurement:
+    try:
+        path = folder_of_published() if job.mode.startswith("published") else None
+    except PeerError as error:
+        return Measurement(job, failure=str(error))
+    return measure(job, SECONDS, path)
 
 
 def main(
@@ -139,7 +145,8 @@ def main(
 ) -> None:
     """Measure all peers.
 
-    Exits with 1 if a measurement failed, with 2 for an unknown peer or without matplotlib.
+    Exits with 1 if a measurement failed; with 2 for an unknown peer, results of another machine, or
+    without matplotlib.
     """
     console, progress = Console(), Console(stderr=True)
     if find_spec("matplotlib") is None:
@@ -148,7 +155,7 @@ def main(
     for chosen in peer or []:
         if chosen not in PEERS:
             raise typer.BadParameter(f"{chosen!r} is none of {', '.join(PEERS)}")
-    saved = Saved.open(name, describe(device))
+    saved = saved_results(name, device)
     sweeps, parts, peers = sweep or list(Sweep), part or list(Part), peer or list(PEERS)
     planned = list(jobs(sweeps, parts, peers, tokens or LENGTHS, rounds, device))
     failed = run(planned, saved, progress)

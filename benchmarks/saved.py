@@ -9,6 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import typer
+
+from .machine import describe
+
 RESULTS = Path(__file__).parent / "results"
 
 Job = dict[str, Any]
@@ -72,3 +76,15 @@ class Saved:
     def failed(self, jobs: Iterable[Job]) -> int:
         """How many of ``jobs`` have no result."""
         return sum(not self.has(job) for job in jobs)
+
+
+def saved_results(name: str, device: str) -> Saved:
+    """The results file of that name, of this machine with ``device``.
+
+    Raises:
+        typer.BadParameter: it is of another machine, or of other versions.
+    """
+    try:
+        return Saved.open(name, describe(device))
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="--name") from error

@@ -121,6 +121,31 @@ def test_a_failure_is_kept_and_the_published_package_gets_its_own_folder(
     assert (results / "peers.png").stat().st_size > 0
 
 
+def test_a_peer_that_can_not_be_installed_does_not_end_the_run(
+    monkeypatch: pytest.MonkeyPatch, results: Path
+) -> None:
+    def offline() -> str:
+        raise peer_environment.PeerError("pip install streambp==1.0: offline")
+
+    def measure(job: Job, seconds: float, path: str | None) -> reference.Measurement:
+        return reference.Measurement(job, result={"peak": 2**20})
+
+    monkeypatch.setattr(peers, "folder_of_published", offline)
+    monkeypatch.setattr(peers, "measure", measure)
+    chosen = ["--peer", "streambp==1.0", "--peer", "gc", "--tokens", "64"]
+    result = CliRunner().invoke(_app(), ["--sweep", "tokens", "--part", "memory", *chosen])
+    assert result.exit_code == 1, result.output
+    measurements = json.loads((results / "peers.json").read_text())["measurements"]
+    assert [m["failure"] for m in measurements] == ["pip install streambp==1.0: offline", None]
+
+
+def test_results_of_another_machine_are_a_bad_option(results: Path) -> None:
+    Saved.open("peers", MACHINE).add({"a": 1}, {"peak": 5}, None)
+    result = CliRunner().invoke(_app(), ["--sweep", "tokens"])
+    assert result.exit_code == 2
+    assert "another machine" in result.output
+
+
 def test_a_peers_folder_is_made_anew_once_other_packages_are_asked_for(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
