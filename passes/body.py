@@ -69,8 +69,8 @@ class BodyCall:
         Which arguments change for a chunk of ``letter``.
     change
         A slice or pad along the streamed axis, in place of the op itself.
-    source_extent
-        The extent of what is sliced or padded.
+    source
+        Where what is sliced or padded runs along the sequence.
     """
 
     target: Any

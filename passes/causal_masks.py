@@ -21,7 +21,8 @@ from typing import Any, Literal
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from streambp_fx._torch import statically_known_true
 
 from .axes import attention_arguments
 from .mask_facts import MaskFacts, prove_mask

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from streambp_fx._torch import pytree
+
 from .placement import hint_of, value_of
 from .rules.sizes import expr_of, product
 
@@ -65,7 +67,7 @@ def read_joint(
     placeholders = list(graph.find_nodes(op="placeholder"))
     tangents = [node for node in placeholders if "tangents" in str(node.target)]
     output = graph.output_node()
-    flat, _ = torch.utils._pytree.tree_flatten(output.args[0])
+    flat, _ = pytree.tree_flatten(output.args[0])
     dependent = descendants(graph, tangents)
     return JointGraph(
         graph,

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from streambp_fx._torch import storage_id
 from streambp_fx.deferred import DeferredTensor, deferred_tensor
 from streambp_fx.deferred_values import Recipe
 
@@ -212,11 +213,9 @@ def _is_large(node: Node, tokens: int) -> bool:
 
 
 def _is_view_of_input(node: Node) -> bool:
-    storage = example_of(node).untyped_storage()._cdata
+    storage = storage_id(example_of(node))
     inputs = map(example_of, node.graph.find_nodes(op="placeholder"))
-    return any(
-        isinstance(value, Tensor) and value.untyped_storage()._cdata == storage for value in inputs
-    )
+    return any(isinstance(value, Tensor) and storage_id(value) == storage for value in inputs)
 
 
 def _symbol_positions(placeholders: Sequence[Node]) -> dict[sympy.Symbol, int]:

@@ -10,8 +10,9 @@ Result:  loss = sum(f(h @ W)) / n;      dh1, dW1 = head_backward(1, h, W)       
 
 It is right where the only tangent is the loss's and everything in backward is that tangent times a
 constant (`linearity` checks the ops); it is possible where the head's backward waits for no sum
-over the whole sequence (a token count comes from the labels alone, and does not). The products are
-out of place: what forward saved must survive ``retain_graph``. In fp16 a unit tangent divided by
+over the whole sequence (a token count comes from the labels alone, and does not). Backward
+multiplies in place what nothing else reads, unless it may run again (`streambp_fx.ops.scale`). In
+fp16 a unit tangent divided by
 the token count underflows, before a gradient scaler could help, so the head keeps two loops there.
 """
 
@@ -24,6 +25,7 @@ import torch
 from torch.fx import Node
 
 import streambp_fx.ops.scale  # noqa: F401  (defines the op)
+from streambp_fx._torch import storage_id
 
 from .axes import Axes, Kind
 from .cuts import Segments
@@ -72,9 +74,9 @@ def fuse_head(
     for node in own:
         node.replace_input_with(tangent, unit)
     leaving = [node for node in own if any(user not in inside for user in node.users)]
-    shared = Counter(map(storage_of, leaving))
+    shared = Counter(map(_memory_of, leaving))
     scaled = [
-        _scale(joint, node, tangent, inside, alone=shared[storage_of(node)] == 1)
+        _scale(joint, node, tangent, inside, alone=shared[_memory_of(node)] == 1)
         for node in leaving
     ]
     return FusedHead(leaving, scaled)
@@ -118,6 +120,12 @@ def _is_float(node: Node) -> bool:
     """Whether the node's value is one floating tensor, which can be scaled."""
     value = value_of(node)
     return isinstance(value, torch.Tensor) and value.is_floating_point()
+
+
+def _memory_of(node: Node) -> int:
+    """What the values of two nodes have in common that share memory."""
+    # Traced values are fake, but views of each other where the real ones will be.
+    return storage_id(value_of(storage_of(node)))
 
 
 def _dtype(node: Node) -> torch.dtype | None:

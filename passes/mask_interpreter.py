@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from streambp_fx._torch import statically_known_true
 
 from . import mask_arithmetic, mask_logic, mask_runs, mask_views
 from .mask_algebra import (

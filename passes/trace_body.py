@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from streambp_fx._torch import (
     DimDynamic,
@@ -21,6 +20,7 @@ from streambp_fx._torch import (
     backed_size_oblivious,
     constant_source,
     disable_current_modes,
+    make_fx,
 )
 from streambp_fx.ops.philox import uniform_decomposition
 

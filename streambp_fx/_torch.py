@@ -14,6 +14,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import Tensor
 
 # Runs composite ops on symbolic sizes, as Dynamo does.
 from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher
@@ -107,8 +108,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import DeviceType
 from torch.fx import GraphModule, Node
 from torch.fx.experimental import _config as symbolic_config
+
+# Traces a function into a graph of ops.
+from torch.fx.experimental.proxy_tensor import make_fx as make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic as DimDynamic
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
+
+# Compares sizes without adding a guard.
+from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
 from torch.profiler import profile
 
 # Walks arguments in nested containers, as the dispatcher's callers do.
@@ -125,6 +132,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._sympy.interp import sympy_interp as sympy_interp
 from torch.utils._sympy.printers import PythonPrinter as PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis as PythonReferenceAnalysis
+
+# Turns off ``__torch_function__`` for a tensor subclass, as torch's guide to extending it does.
+disabled_torch_function = torch._C._disabled_torch_function_impl
 
 
 def op_database() -> list[Any]:
@@ -154,6 +164,11 @@ def allocations(profiled: profile) -> Iterator[int]:
     for event in sorted(memory, key=lambda event: event.start_ns()):
         if event.device_type() == DeviceType.CPU:
             yield event.nbytes()
+
+
+def storage_id(tensor: Tensor) -> int:
+    """What two tensors have in common that share memory, fake ones too."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def backward_may_run_again() -> bool:

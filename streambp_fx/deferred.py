@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._torch import pytree
+from ._torch import disabled_torch_function, pytree
 from .deferred_values import (
     KEEP_OUTPUTS,
     Copy,
@@ -71,7 +71,7 @@ class DeferredTensor(torch.Tensor):
     _part: Tensor | None
 
     # Everything that reaches an op is handled by __torch_dispatch__, below autograd.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = disabled_torch_function  # type: ignore[assignment]
 
     @staticmethod
     def __new__(

@@ -121,3 +121,27 @@ def test_backward_scales_in_place_unless_it_may_run_again() -> None:
     loss.backward(retain_graph=True)
     loss.backward()
     torch.testing.assert_close(weight.grad, 4 * once)
+
+
+class _SplitGradient(torch.autograd.Function):
+    """Halves added to a whole; the gradients of the halves are views of the whole's."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, second: Tensor, whole: Tensor) -> Tensor:
+        return torch.cat([first, second]) + whole
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return *gradient.split(gradient.shape[0] // 2), gradient
+
+
+def test_gradients_that_share_memory_are_scaled_once_each() -> None:
+    x, labels = torch.randn(1, 21, HIDDEN).double(), torch.randint(0, 32, (1, 21))
+    weights = [torch.randn(rows, HIDDEN).double().requires_grad_() for rows in (16, 16, 32)]
+
+    def loss(*parts: Tensor) -> Tensor:
+        return _token_mean(x, _SplitGradient.apply(*parts), labels)
+
+    right = torch.autograd.grad(3 * loss(*weights), weights)
+    got = torch.autograd.grad(3 * streamed(loss, head_chunk_size=8)(*weights), weights)
+    torch.testing.assert_close(got, right, rtol=1e-10, atol=1e-14)

@@ -34,7 +34,9 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "get_gpu_type": (),
     "is_big_gpu": ("index_or_device",),
     "make_boxed_func": ("f",),
+    "make_fx": ("f", "decomposition_table"),
     "select_decomp_table": (),
+    "statically_known_true": ("x",),
     "sympy_interp": ("analysis", "env", "expr"),
     "tracing": ("context",),
 }

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streambp_fx._torch import DataDependentError, TorchDispatchMode, pytree
+from streambp_fx._torch import DataDependentError, TorchDispatchMode, pytree, storage_id
 
 from ..ops import IMPLEMENTATIONS
 
@@ -56,11 +56,10 @@ class AllocationCounter(TorchDispatchMode):
                 self._watch(leaf, leaf.untyped_storage().nbytes())
 
     def _watch(self, tensor: Tensor, size: int) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_id(tensor)
         if key in self._known:
             return
-        self._known[key] = weakref.finalize(storage, self._drop, key, size)
+        self._known[key] = weakref.finalize(tensor.untyped_storage(), self._drop, key, size)
         self.alive += size
         self.course.append(self.alive)
         self.peak = max(self.peak, self.alive)

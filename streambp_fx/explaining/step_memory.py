@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
-from streambp_fx._torch import FakeTensorMode, pytree
+from streambp_fx._torch import FakeTensorMode, pytree, storage_id
 
 from ..passes.body import LoopBody
 from ..passes.loops import StreamLoop, chunk_bounds, chunk_inputs, chunk_ranges
@@ -229,6 +229,5 @@ def _storages(values: Any) -> dict[int, int]:
     found = {}
     for leaf in pytree.tree_leaves(values):
         if isinstance(leaf, Tensor):
-            storage = leaf.untyped_storage()
-            found[storage._cdata] = storage.nbytes()
+            found[storage_id(leaf)] = leaf.untyped_storage().nbytes()
     return found
