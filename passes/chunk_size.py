@@ -4,9 +4,9 @@ Layers: about 512 tokens of the whole batch, which keeps matrix products large w
 workspace stays small beside the weights. A loop with a very wide value (the logits, or scores of
 written-out attention) gets fewer tokens, so that this value stays under 64 MiB on the CPU. An
 accelerator has more memory and is idle in narrow products: 256 MiB there, some 400 tokens of
-fp32 logits over a vocabulary of 150,000. Where a weight is larger, the value may be as large as
-that: each chunk reads the weight and adds to its gradient, which takes longer than the products
-once a chunk has few tokens.
+fp32 logits over a vocabulary of 150,000. Where the head's weight is larger, the logits may be as
+large as that, and a chunk has more tokens: each reads the weight and adds to its gradient, which
+takes longer than the products once a chunk has few tokens.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from .dataflow import bytes_of
 from .placement import hint_of, value_of
 
 TOKENS = 512
+TOKENS_OF_LARGE_HEADS = 768
 WIDEST_BYTES_CPU = 64 * 2**20
 WIDEST_BYTES = 256 * 2**20
 FEWEST_TOKENS = 16
@@ -45,17 +46,18 @@ class ChunkSizes:
 
     def choose(self, nodes: list[Node]) -> int:
         """The chunk size, in tokens of each row, for a loop over ``nodes``."""
-        widest = _widest(nodes, self.axes)
-        if self.head_chunk_size is not None and self.is_head(nodes):
+        head = self.is_head(nodes)
+        if self.head_chunk_size is not None and head:
             return self.head_chunk_size
         if self.chunk_size is not None:
             return self.chunk_size
         length = max(1, hint_of(self.axes.length))
-        tokens = max(FEWEST_TOKENS, TOKENS // max(1, self.batch))
-        per_token = max(1, widest // length)
-        most = WIDEST_BYTES_CPU if _on_cpu(nodes) else WIDEST_BYTES
-        most = max(most, _largest_weight(nodes, self.axes))
-        return max(FEWEST_TOKENS, min(tokens, most // per_token))
+        per_token = max(1, _widest(nodes, self.axes) // length)
+        tokens, most = TOKENS, WIDEST_BYTES_CPU if _on_cpu(nodes) else WIDEST_BYTES
+        weight = _largest_weight(nodes, self.axes) if head else 0
+        if weight > most:
+            tokens, most = TOKENS_OF_LARGE_HEADS, weight
+        return max(FEWEST_TOKENS, min(tokens // max(1, self.batch), most // per_token))
 
 
 def _on_cpu(nodes: list[Node]) -> bool:
@@ -74,7 +76,7 @@ def chunk_sizes(
 def _largest_weight(nodes: list[Node], axes: Axes) -> int:
     """Bytes of the largest value without a sequence axis that a loop over ``nodes`` reads or makes.
 
-    That is a weight or its gradient: a loop's other values run over the sequence.
+    That is a weight or its gradient: a head's other values run over the sequence.
     """
     values = {*nodes, *(operand for node in nodes for operand in node.all_input_nodes)}
     return max((bytes_of(value) for value in values if axes.position(value) is None), default=0)

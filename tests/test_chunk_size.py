@@ -5,17 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from streambp_fx.passes.axes import Axes, Kind
 from streambp_fx.passes.chunk_size import (
     FEWEST_TOKENS,
     TOKENS,
+    TOKENS_OF_LARGE_HEADS,
     WIDEST_BYTES,
     WIDEST_BYTES_CPU,
     chunk_sizes,
 )
-from streambp_fx.passes.placement import Streamed
+from streambp_fx.passes.placement import Streamed, value_of
 from tests.joint_graphs import aten, axes_of, forward_graph, only, result
 
 LENGTH = 2048
@@ -52,15 +54,35 @@ def test_wide_values_get_fewer_tokens(device: str, most: int) -> None:
     assert sizes.choose([layer, head]) == most // (250_000 * 4) < TOKENS
 
 
-def test_wide_values_may_be_as_large_as_the_weight() -> None:
-    width, vocab = 300, 250_000
+@pytest.mark.parametrize("width", [300, 900])
+def test_logits_may_be_as_large_as_the_weight(width: int) -> None:
+    vocab = 250_000
     x, w = torch.zeros(1, LENGTH, width), torch.zeros(vocab, width)
     graph = forward_graph(F.linear, x, w)
     axes = axes_of(graph, Streamed(1), None, length=LENGTH, parameters=[1])
     assert vocab * width * 4 > WIDEST_BYTES_CPU
     sizes = chunk_sizes(axes, list(graph.nodes), 1, None, None)
     nodes = [node for node in graph.nodes if axes.kind.get(node) is Kind.STREAMED]
-    assert sizes.choose(nodes) == width < TOKENS
+    assert sizes.choose(nodes) == min(width, TOKENS_OF_LARGE_HEADS)
+
+
+def test_scores_of_written_attention_may_not() -> None:
+    heads, width, vocab = 64, 5000, 50_000
+    x, w = torch.zeros(1, LENGTH, width), torch.zeros(width, width)
+    assert width * width * 4 > WIDEST_BYTES_CPU
+
+    def layer_and_head(x: Tensor, w: Tensor, head: Tensor) -> Tensor:
+        keys = F.linear(x, w)[:, None, :, :8].expand(1, heads, LENGTH, 8)
+        scores = (keys @ keys.mT).sigmoid()
+        return F.linear(x + scores.sum((1, 3))[..., None], head)
+
+    inputs = (x, w, torch.zeros(vocab, width))
+    graph = forward_graph(layer_and_head, *inputs)
+    axes = axes_of(graph, Streamed(1), None, None, length=LENGTH, parameters=[1, 2])
+    sizes = chunk_sizes(axes, list(graph.nodes), 1, None, None)
+    nodes = [node for node in graph.nodes if axes.kind.get(node) is Kind.STREAMED]
+    layer = [node for node in nodes if value_of(node).shape[-1] != vocab]
+    assert sizes.choose(layer) == WIDEST_BYTES_CPU // (heads * LENGTH * 4) < TOKENS
 
 
 def test_options_win_and_the_head_has_its_own() -> None:
