@@ -33,7 +33,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class SizeArg:
-    """A size argument that depends on outer symbols alone."""
+    """A size, or a number computed from sizes, that depends on outer symbols alone."""
 
     expr: Any
 
@@ -249,7 +249,9 @@ def along_of(at: Streamed) -> Along:
 
 
 def size_key(size: Any) -> Any:
-    """A size as an int or a sympy expression."""
+    """A size, or a float computed from sizes, as a number or a sympy expression."""
+    if isinstance(size, torch.SymFloat):
+        return float(size.node.expr) if size.node.expr.is_number else size.node.expr
     expr = expr_of(size)
     return int(expr) if expr.is_number else expr
 

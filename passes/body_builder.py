@@ -172,11 +172,11 @@ class BodyBuilder:
 
     def _size_argument(self, arg: Node) -> Any:
         value = value_of(arg)
-        if isinstance(value, torch.SymInt):
+        if isinstance(value, (torch.SymInt, torch.SymFloat)):
             return SizeArg(size_key(value))
         if isinstance(value, (int, float, bool)):
             return value
-        raise RewriteError(f"{arg}: an argument that is neither a tensor nor a size")
+        raise RewriteError(f"{arg}: an argument that is neither a tensor nor a number")
 
     # Values from outside
 

@@ -35,7 +35,7 @@ def _collect_shape(dims: tuple[Any, ...], at: Streamed | None, names: set[str]) 
 
 def _collect_arguments(arg: Any, names: set[str]) -> None:
     if isinstance(arg, SizeArg):
-        if not isinstance(arg.expr, int):
+        if not isinstance(arg.expr, (int, float)):
             names.update(str(symbol) for symbol in arg.expr.free_symbols)
     elif isinstance(arg, dict):
         for item in arg.values():

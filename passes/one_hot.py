@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from streambp_fx._torch import detect_fake_mode
 
 from .placement import value_of
+from .rules.calls import constant_fill
 from .rules.sizes import same_size
 
 aten = torch.ops.aten
@@ -36,31 +37,34 @@ def compare_one_hots(graph_module: GraphModule) -> None:
         for node in graph.find_nodes(op="call_function", target=target):
             args: tuple[Any, ...] = node.args
             base, dim, index, value = args[:4]
-            if not _is_one_hot(target, base, dim, index, value):
+            fill = _fill(base)
+            if fill is None or not _is_one_hot(target, fill, base, dim, index, value):
                 continue
             with graph.inserting_before(node):
-                compared = _Emitter(graph, node).where_hit(dim, index, value, base.args[1])
+                compared = _Emitter(graph, node).where_hit(dim, index, value, fill)
             node.replace_all_uses_with(compared)
             graph.erase_node(node)
     graph.eliminate_dead_code()
     graph_module.recompile()
 
 
-def _is_one_hot(target: Any, base: Any, dim: int, index: Node, value: Any) -> bool:
-    if not isinstance(base, Node) or base.target is not aten.full.default:
-        return False
-    if not isinstance(base.args[1], (bool, int, float)):
-        return False  # the number is computed
-    if target is aten.scatter_add.default and base.args[1] != 0:
+def _fill(base: Node) -> Any:
+    """The number, or node of a computed one, that ``base`` is filled with; ``None`` if none is."""
+    return base.args[1] if base.target is aten.full.default else constant_fill(base)
+
+
+def _is_one_hot(target: Any, fill: Any, base: Node, dim: int, index: Node, value: Any) -> bool:
+    if target is aten.scatter_add.default and (isinstance(fill, Node) or fill):
         return False
     shape = value_of(index).shape
-    if isinstance(value, Node):
-        values = value_of(value)
-        if not isinstance(values, Tensor):
-            return False  # a number that is computed
-        if not all(map(same_size, values.shape, shape)):
-            return False  # only a part of the values is scattered
+    if _is_tensor(value) and not all(map(same_size, value_of(value).shape, shape)):
+        return False  # only a part of the values is scattered
     return _takes_one_each(value_of(base), dim, value_of(index))
+
+
+def _is_tensor(value: Any) -> bool:
+    """Whether ``value`` is a node of a tensor, and not a number or the node of a computed one."""
+    return isinstance(value, Node) and isinstance(value_of(value), Tensor)
 
 
 def _takes_one_each(base: Tensor, dim: int, index: Tensor) -> bool:
@@ -87,7 +91,7 @@ class _Emitter:
     def where_hit(self, dim: int, index: Node, value: Any, otherwise: Any) -> Node:
         """``value`` where ``index`` points along ``dim``, ``otherwise`` elsewhere.
 
-        ``value`` is a number, or has the shape of ``index``.
+        ``value`` is a number, or has the shape of ``index``. An index out of range hits nothing.
         """
         like, dim = self.like, dim % self.like.dim()
         count = like.shape[dim]
@@ -99,9 +103,7 @@ class _Emitter:
         hit = self.graph.call_function(aten.eq.Tensor, (places, index))
         self._describe(hit, like.shape, torch.bool)
         values = [
-            each
-            if isinstance(each, Node)
-            else self._call(aten.full.default, ([], each), [], like.dtype)
+            each if _is_tensor(each) else self._call(aten.full.default, ([], each), [], like.dtype)
             for each in (value, otherwise)
         ]
         chosen = self.graph.call_function(aten.where.self, (hit, *values))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from streambp_fx._torch import PythonReferenceAnalysis, sympy_interp
+from streambp_fx._torch import SizeAnalysis, sympy_interp
 
 from .body import BodyCall, BodyPlan, LengthArg, OffsetArg, Ref, SizeArg
 from .placement import FULL, Extent, Streamed
@@ -50,12 +50,12 @@ class BodySizes:
 
     def evaluate(self, expr: Any) -> Any:
         """An outer size (a number, or a sympy expression over outer symbols) in this call."""
-        if isinstance(expr, int):
+        if isinstance(expr, (int, float)):
             return expr
         if expr.is_number:
             return int(expr)
         symbols = {symbol: self.symbols[str(symbol)] for symbol in expr.free_symbols}
-        return sympy_interp(PythonReferenceAnalysis, symbols, expr)
+        return sympy_interp(SizeAnalysis, symbols, expr)
 
     def shape(self, dims: tuple[Any, ...], at: Streamed | None) -> tuple[Any, ...]:
         """``dims`` with the dim that holds the streamed axis replaced by the chunk's."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule
 
 from streambp_fx._torch import (
@@ -28,10 +29,21 @@ from .body import BodyPlan
 from .loops import local_range
 from .run_plan import BodySizes, run_plan
 
+
+def _scatter_computed_number(base: Tensor, dim: int, index: Tensor, value: Any) -> Any:
+    """A scatter of a number that is computed from sizes, which Inductor takes as a tensor only."""
+    if not isinstance(value, (torch.SymInt, torch.SymFloat)):
+        return NotImplemented
+    number: Any = value  # which the stub of torch.full takes for a number alone
+    source = torch.full(index.shape, number, dtype=base.dtype, device=base.device)
+    return base.scatter(dim, index, source)
+
+
 BODY_DECOMPOSITIONS: dict[Any, Any] = {
     torch.ops.streambp.uniform.default: uniform_decomposition,
+    torch.ops.aten.scatter.value: _scatter_computed_number,
 }
-"""Ops of ours that are spelled out in bodies so that Inductor can fuse them."""
+"""Ops that are spelled out in bodies: ours, so that Inductor can fuse them, and one it fails at."""
 
 
 def trace_body(

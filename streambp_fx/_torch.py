@@ -8,6 +8,7 @@ name's existence and signature, and nowhere else.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
@@ -131,10 +132,27 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 # Evaluates a size expression on a body's own symbols.
 from torch.utils._sympy.interp import sympy_interp as sympy_interp
 from torch.utils._sympy.printers import PythonPrinter as PythonPrinter
-from torch.utils._sympy.reference import PythonReferenceAnalysis as PythonReferenceAnalysis
+from torch.utils._sympy.reference import PythonReferenceAnalysis
 
 # Turns off ``__torch_function__`` for a tensor subclass, as torch's guide to extending it does.
 disabled_torch_function = torch._C._disabled_torch_function_impl
+
+
+class SizeAnalysis(PythonReferenceAnalysis):
+    """What `sympy_interp` computes expressions of sizes with, on numbers and on symbolic ones.
+
+    torch's own leaves the quotient of two sizes, and what is cut to an integer, to sympy.
+    """
+
+    @staticmethod
+    def int_truediv(a: Any, b: Any) -> Any:
+        """``a / b``, a float."""
+        return a / b
+
+    @staticmethod
+    def trunc_to_int(x: Any, dtype: torch.dtype) -> Any:
+        """``int(x)``."""
+        return math.trunc(x)
 
 
 def op_database() -> list[Any]:
@@ -174,6 +192,25 @@ def storage_id(tensor: Tensor) -> int:
 def backward_may_run_again() -> bool:
     """Whether the running backward keeps its graph (``retain_graph=True``); true outside of one."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def changed_inductor_settings() -> dict[str, Any]:
+    """Inductor's settings that are not at their defaults in this thread."""
+    config: Any = inductor_config  # a module whose class is one of torch's own
+    settings: dict[str, Any] = config.get_config_copy()
+    return {name: value for name, value in settings.items() if not config._is_default(name)}
+
+
+def donate_nothing() -> None:
+    """Leave what forward saves to backward as it is; to be called while AOTAutograd compiles.
+
+    AOTAutograd has Inductor reuse such memory, and refuses ``retain_graph=True`` after a backward
+    without it. A backward of loops reuses none unasked.
+    """
+    context = TracingContext.try_get()
+    metadata = context.fw_metadata if context is not None else None
+    if metadata is not None and metadata.bw_donated_idxs:
+        metadata.bw_donated_idxs.clear()
 
 
 def clear_gpu_caches() -> None:

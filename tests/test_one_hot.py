@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from streambp_fx.passes.one_hot import SCATTERS, compare_one_hots
-from tests.backend import streamed
+from tests.backend import last_report, needs_report, streamed
 from tests.joint_graphs import calls, capture, run_graph
 
 aten = torch.ops.aten
@@ -41,6 +41,10 @@ def gathered_along_the_middle(x: Tensor, labels: Tensor) -> Tensor:
 def values(x: Tensor, labels: Tensor) -> Tensor:
     source = x.sum(-1, keepdim=True)
     return torch.full((2, 3, 7), 2.0, dtype=x.dtype).scatter(-1, labels[..., None], source)
+
+
+def zeros_like(x: Tensor, labels: Tensor) -> Tensor:
+    return x * torch.zeros_like(x).scatter(-1, labels[..., None], 2.5)
 
 
 def two_places(x: Tensor, labels: Tensor) -> Tensor:
@@ -86,7 +90,7 @@ def rewritten(program: Callable[..., Tensor]) -> tuple[Any, int]:
 
 @pytest.mark.parametrize(
     "program",
-    [one_hot, middle_dim, cross_entropy, gathered, gathered_along_the_middle, values],
+    [one_hot, middle_dim, cross_entropy, gathered, gathered_along_the_middle, values, zeros_like],
 )
 def test_becomes_a_comparison(program: Callable[..., Tensor]) -> None:
     graph, scatters = rewritten(program)
@@ -115,9 +119,23 @@ def one_in_lengths(x: Tensor, labels: Tensor) -> Tensor:
     return x * lengths.scatter(-1, labels[..., None], 1.0)
 
 
-@pytest.mark.parametrize("program", [length_in_zeros, one_in_lengths])
-def test_a_symbolic_number_is_left_alone(program: Callable[..., Tensor]) -> None:
-    x = torch.randn(2, 21, 7, dtype=torch.float64, requires_grad=True)
-    labels = torch.randint(0, 7, (2, 21))
-    compiled = streamed(program, dynamic=True, chunk_size=8)
-    torch.testing.assert_close(compiled(x, labels), program(x, labels))
+def part_in_values(x: Tensor, labels: Tensor) -> Tensor:
+    return x.sin().scatter(-1, labels[..., None], 1 / x.shape[1])
+
+
+def part_in_zeros(x: Tensor, labels: Tensor) -> Tensor:
+    return x * torch.zeros_like(x).scatter(-1, labels[..., None], 1 / x.shape[1])
+
+
+@needs_report
+@pytest.mark.parametrize("compile_bodies", [False, True])
+@pytest.mark.parametrize(
+    "program", [length_in_zeros, one_in_lengths, part_in_zeros, part_in_values]
+)
+def test_numbers_computed_from_sizes(program: Callable[..., Tensor], compile_bodies: bool) -> None:
+    compiled = streamed(program, dynamic=True, chunk_size=8, compile_bodies=compile_bodies)
+    for length in (21, 34):
+        x = torch.randn(2, length, 7, dtype=torch.float64, requires_grad=True)
+        labels = torch.randint(0, 7, (2, length))
+        torch.testing.assert_close(compiled(x, labels), program(x, labels))
+        assert not last_report().problems()
