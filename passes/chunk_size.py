@@ -39,6 +39,7 @@ class ChunkSizes:
     widest: int
     chunk_size: int | None = None
     head_chunk_size: int | None = None
+    for_accelerator: bool = False
 
     def is_head(self, nodes: list[Node]) -> bool:
         """Whether a loop over ``nodes`` counts as a head."""
@@ -53,7 +54,8 @@ class ChunkSizes:
             return self.chunk_size
         length = max(1, hint_of(self.axes.length))
         per_token = max(1, _widest(nodes, self.axes) // length)
-        tokens, most = TOKENS, WIDEST_BYTES_CPU if _on_cpu(nodes) else WIDEST_BYTES
+        on_cpu = _on_cpu(nodes) and not self.for_accelerator
+        tokens, most = TOKENS, WIDEST_BYTES_CPU if on_cpu else WIDEST_BYTES
         weight = _largest_weight(nodes, self.axes) if head else 0
         if weight > most:
             tokens, most = TOKENS_OF_LARGE_HEADS, weight
@@ -61,16 +63,23 @@ class ChunkSizes:
 
 
 def _on_cpu(nodes: list[Node]) -> bool:
-    """Whether the nodes' tensors are on the CPU; those on ``meta`` stand for an accelerator's."""
+    """Whether the nodes' tensors are on the CPU."""
     values = (value_of(node) for node in nodes)
     return any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in values)
 
 
 def chunk_sizes(
-    axes: Axes, nodes: list[Node], batch: int, chunk_size: int | None, head_chunk_size: int | None
+    axes: Axes,
+    nodes: list[Node],
+    batch: int,
+    chunk_size: int | None,
+    head_chunk_size: int | None,
+    *,
+    for_accelerator: bool = False,
 ) -> ChunkSizes:
     """The chunk sizes for a graph whose loop nodes are ``nodes``."""
-    return ChunkSizes(axes, batch, _widest_of_rows(nodes, axes), chunk_size, head_chunk_size)
+    widest = _widest_of_rows(nodes, axes)
+    return ChunkSizes(axes, batch, widest, chunk_size, head_chunk_size, for_accelerator)
 
 
 def _largest_weight(nodes: list[Node], axes: Axes) -> int:

@@ -25,11 +25,14 @@ class Settings:
         Tokens of each row in a chunk; ``None`` for the default.
     accumulation
         Dtype of sums over chunks of bf16 and fp16 values; ``None`` keeps theirs.
+    for_accelerator
+        Choose chunk sizes as on an accelerator, whatever the device of the traced tensors.
     """
 
     chunk_size: int | None = None
     head_chunk_size: int | None = None
     accumulation: torch.dtype | None = torch.float32
+    for_accelerator: bool = False
 
 
 @dataclass

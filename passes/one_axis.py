@@ -94,6 +94,7 @@ def stream_along_one_axis(
         axis.batch,
         settings.chunk_size,
         settings.head_chunk_size,
+        for_accelerator=settings.for_accelerator,
     )
     prefix = f"length{len(lengths)}_" if lengths else ""
     rewritten = timed(

@@ -16,7 +16,12 @@ import torch
 from torch.fx import GraphModule
 
 from . import ops as ops  # registers the ops that rewritten graphs call
-from ._torch import aot_autograd, default_partition, inductor_config
+from ._torch import (
+    aot_autograd,
+    changed_inductor_settings,
+    default_partition,
+    donate_nothing,
+)
 from .options import Options, parse_options
 from .passes.decompositions import decompositions
 from .passes.defer_outputs import defer_outputs
@@ -66,19 +71,20 @@ def streambp(
 
 
 class Compilation:
-    """The state of one backend call: options, what was found, and the settings to reapply."""
+    """The state of one backend call: options, what was found, and Inductor's settings.
 
-    def __init__(self, options: Options) -> None:
+    ``for_accelerator``: whether what is traced on the CPU shall run on an accelerator.
+    """
+
+    def __init__(self, options: Options, *, for_accelerator: bool = False) -> None:
         self.options = options
+        self.for_accelerator = for_accelerator
         self.history = History()
         self.roles: list[InputRole] = []
         self.returned = 0
         # Inductor's settings live in context variables, and bodies compile later, some of them
-        # in autograd's thread.
-        self.inductor = {**inductor_config.get_config_copy(), **options.inductor}
-        self.changed = {
-            name: value for name, value in self.inductor.items() if name in options.inductor
-        }
+        # in autograd's thread: what differs from the defaults here is set again there.
+        self.inductor = {**changed_inductor_settings(), **options.inductor}
 
     def compile(
         self, graph_module: GraphModule, example_inputs: Sequence[Any]
@@ -116,7 +122,12 @@ class Compilation:
 
     def _settings(self) -> Settings:
         options = self.options
-        return Settings(options.chunk_size, options.head_chunk_size, options.accumulation_dtype)
+        return Settings(
+            options.chunk_size,
+            options.head_chunk_size,
+            options.accumulation_dtype,
+            self.for_accelerator,
+        )
 
     def _partition(
         self, joint: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **kwargs: Any
@@ -141,7 +152,8 @@ class Compilation:
         return self._run_graph(target, inputs)
 
     def _run_graph(self, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        return lower(graph_module, self.options.compile_bodies, self.changed)
+        donate_nothing()
+        return lower(graph_module, self.options.compile_bodies, self.inductor)
 
     def _report(self) -> None:
         report = Report.of(self.history)

@@ -84,6 +84,19 @@ def test_backward_twice_over_a_retained_graph() -> None:
     assert_same_grads(four, want)
 
 
+def test_graph_is_retained_after_backwards_that_did_not() -> None:
+    model, batch = _nano()
+    want = run(model, batch).grads
+    function = streamed(model, chunk_size=CHUNK)
+    function(**batch).backward()
+    model.zero_grad(set_to_none=True)
+    loss = function(**batch)
+    loss.backward(retain_graph=True)
+    loss.backward()
+    twice = {name: weight.grad / 2 for name, weight in model.named_parameters()}
+    assert_same_grads(twice, want)
+
+
 def test_backward_twice_without_retaining_raises() -> None:
     model, batch = _nano()
     loss = streamed(model, chunk_size=CHUNK)(**batch)
@@ -92,9 +105,13 @@ def test_backward_twice_without_retaining_raises() -> None:
         loss.backward()
 
 
-def test_double_backward_raises() -> None:
+@pytest.mark.parametrize("after_a_step", [False, True])
+def test_double_backward_raises(after_a_step: bool) -> None:
     model, batch = _nano()
-    loss = streamed(model, chunk_size=CHUNK)(**batch)
+    function = streamed(model, chunk_size=CHUNK)
+    if after_a_step:
+        function(**batch).backward()
+    loss = function(**batch)
     with pytest.raises(RuntimeError, match=r"double backward|higher.order|does not currently"):
         grads = torch.autograd.grad(loss, _weights(model), create_graph=True)
         torch.stack([grad.pow(2).sum() for grad in grads]).sum().backward()

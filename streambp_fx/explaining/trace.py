@@ -38,11 +38,14 @@ def trace(
     Args:
         program: a module, or a function of modules and tensors. Modules that a function closes
             over are traced as they are: only arguments are replaced by fakes.
-        args, kwargs: its arguments. Only shapes, strides and dtypes of tensors matter.
+        args, kwargs: its arguments. Only shapes, strides and dtypes of tensors matter, and whether
+            they are on the CPU, for the choice of chunk sizes.
         options: of the backend.
         on_graph: called after the passes of each graph.
     """
     histories: list[History] = []
+    # Whatever a program is on, fake tensors on the CPU stand for its own.
+    for_accelerator = not _all_on_cpu((program, args, kwargs))
     as_planned = dataclasses.replace(options, compile_bodies=False)
 
     def backend(graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -52,7 +55,7 @@ def trace(
             # Of pytree's, about a class of what Dynamo notes beside its graph.
             warnings.simplefilter("ignore", FutureWarning)
             original = copy.deepcopy(graph_module)
-        compilation = Compilation(as_planned)
+        compilation = Compilation(as_planned, for_accelerator=for_accelerator)
         compilation.history.keep_copies = True
         compilation.compile(graph_module, inputs)
         histories.append(compilation.history)
@@ -63,6 +66,14 @@ def trace(
         program, args, kwargs = without_data((program, tuple(args), dict(kwargs)))
         torch.compile(with_own_cache(program), backend=backend, dynamic=False)(*args, **kwargs)
     return histories
+
+
+def _all_on_cpu(tree: Any) -> bool:
+    """Whether all tensors of a tree are; those without data (``meta``) stand for a GPU's."""
+    leaves = pytree.tree_leaves(tree)
+    for module in [leaf for leaf in leaves if isinstance(leaf, torch.nn.Module)]:
+        leaves += [*module.parameters(), *module.buffers()]
+    return all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def without_data(tree: Any) -> Any:
