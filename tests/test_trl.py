@@ -43,10 +43,10 @@ def _texts(count: int = 24) -> Any:
     )
 
 
-def _sft(folder: Path, peft_config: Any = None) -> Any:
+def _sft(folder: Path, peft_config: Any = None, **changes: Any) -> Any:
     return trl.SFTTrainer(
         tiny_model(),
-        args=trl.SFTConfig(**arguments(folder)),
+        args=trl.SFTConfig(**arguments(folder, **changes)),
         peft_config=peft_config,
         train_dataset=_texts(),
         processing_class=tokenizer(),
@@ -80,11 +80,11 @@ def _preferences(count: int = 24) -> Any:
     )
 
 
-def _dpo(folder: Path, peft_config: Any = None) -> Any:
+def _dpo(folder: Path, peft_config: Any = None, **changes: Any) -> Any:
     return trl.DPOTrainer(
         tiny_model(),
         ref_model=None if peft_config else tiny_model(),
-        args=trl.DPOConfig(**arguments(folder)),
+        args=trl.DPOConfig(**arguments(folder, **changes)),
         peft_config=peft_config,
         train_dataset=_preferences(),
         processing_class=tokenizer(),
@@ -96,6 +96,15 @@ def test_dpo(tmp_path: Path) -> None:
         lambda: _dpo(tmp_path), "rewards/margins", "logps/chosen", "logits/chosen", tolerance=1e-4
     )
     assert_less_memory(got, want)
+
+
+@pytest.mark.parametrize("make", [_sft, _dpo], ids=["sft", "dpo"])
+def test_mixed_precision(tmp_path: Path, make: Any) -> None:
+    """As TRL trains by default; a reference model's forward is wrapped before it is streamed."""
+    want = train(make(tmp_path, bf16=True))
+    got = train(_stream(make(tmp_path, bf16=True)))
+    assert_same_history(got, want, tolerance=2e-2)
+    assert_nothing_compiled_late(got)
 
 
 def _prompts(count: int = 24) -> Any:

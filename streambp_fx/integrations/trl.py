@@ -24,7 +24,7 @@ makes a frozen embedding's output require a gradient, which no compiled graph ca
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -34,6 +34,9 @@ from torch import Tensor, nn
 _KERNEL = "_ChunkedLogProbFunction"
 _SELECTS_ROWS = "_use_triton"
 _LOOKED_UP = {_KERNEL, _SELECTS_ROWS}
+_PREPARED = "_original_forward"
+"""Where accelerate keeps a model's forward once it has wrapped it for mixed precision."""
+
 _CHECKPOINTING = ("activation_checkpointing", "gradient_checkpointing")
 """Two names of one training argument, of which transformers is replacing the second."""
 
@@ -122,8 +125,14 @@ def stream(trainer: Any, *, options: Mapping[str, Any] | None = None) -> None:
     reference = getattr(trainer, "ref_model", None)
     if reference is not None:
         models.append(reference)
-    for model in map(_base, models):
-        _stream_head(model, dict(options or {}))
+    # All are asked for first: a trainer that is refused is left as it was.
+    forwards = {model: _fused_forward(model) for model in map(_base, models)}
+    for model, original in forwards.items():
+        forward = MethodType(_streamed(original, dict(options or {})), model)
+        if _PREPARED in vars(model):
+            model._original_forward = forward
+            forward = _in_mixed_precision(forward, trainer.accelerator)
+        model.forward = forward
         model.disable_input_require_grads()
     for name in _CHECKPOINTING:
         if hasattr(trainer.args, name):
@@ -135,14 +144,30 @@ def _base(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _stream_head(model: nn.Module, options: dict[str, Any]) -> None:
-    original = getattr(model.forward, "__func__", None)
+def _fused_forward(model: Any) -> FunctionType:
+    """TRL's forward of ``model``, beneath accelerate's mixed precision if that is there already."""
+    original = getattr(vars(model).get(_PREPARED, model.forward), "__func__", None)
     if not isinstance(original, FunctionType) or not _LOOKED_UP <= original.__globals__.keys():
         raise IntegrationError(
             f"the forward of {type(model).__name__} is not one with TRL's fused head: stream() is "
             "called once, on a trainer of trl>=1.16 that scores tokens (SFTTrainer, DPOTrainer, "
             "GRPOTrainer, KTOTrainer, RLOOTrainer), before training"
         )
+    return original
+
+
+def _in_mixed_precision(forward: MethodType, accelerator: Any) -> MethodType:
+    """What accelerate makes of a forward: a reference model's is prepared with the trainer."""
+    from accelerate.utils import convert_outputs_to_fp32, get_mixed_precision_context_manager
+
+    autocast = get_mixed_precision_context_manager(
+        accelerator.native_amp, accelerator.autocast_handler
+    )
+    return MethodType(convert_outputs_to_fp32(autocast(forward.__func__)), forward.__self__)
+
+
+def _streamed(original: FunctionType, options: dict[str, Any]) -> Callable[..., Any]:
+    """``original``, with what it does for ``fused_lm_head=True`` compiled."""
     traceable = _traceable(original)
 
     def score(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +183,7 @@ def _stream_head(model: nn.Module, options: dict[str, Any]) -> None:
     def forward(self: nn.Module, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         return (compiled if fused_lm_head else original)(self, *args, **kwargs)
 
-    model.forward = MethodType(forward, model)
+    return forward
 
 
 def _traceable(original: FunctionType) -> FunctionType:
