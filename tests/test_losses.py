@@ -230,6 +230,10 @@ def test_batch_without_a_label_makes_nan_as_a_mean_of_nothing_does() -> None:
     assert sft_loss(policy(), batch, num_items_in_batch=5)[0] == 0
 
 
+def _ids(rows: int) -> dict[str, Tensor]:
+    return {"input_ids": _rows(rows)["input_ids"]}
+
+
 @pytest.mark.parametrize(
     "call, message",
     [
@@ -237,6 +241,9 @@ def test_batch_without_a_label_makes_nan_as_a_mean_of_nothing_does() -> None:
         (lambda m: dpo_loss(m, _dpo_batch(1), loss_type="dpo"), "loss_type is one of"),
         (lambda m: dpo_loss(m, _rows(2)), "needs ref_model"),
         (lambda m: grpo_loss(m, _grpo_batch(1), loss_type="ppo"), "loss_type is one of"),
+        (lambda m: sft_loss(m, _rows(1)), "the batch lacks labels; it has input_ids"),
+        (lambda m: dpo_loss(m, _ids(2)), "the batch lacks completion_mask; it has input_ids"),
+        (lambda m: grpo_loss(m, _ids(2)), "lacks completion_mask, advantages; it has input_ids"),
         (lambda m: grpo_loss(m, _grpo_batch(1), importance_sampling_level="row"), "level is one"),
         (lambda m: grpo_loss(m, _grpo_batch(1), loss_type="dr_grpo"), "max_completion_length"),
         (

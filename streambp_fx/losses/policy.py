@@ -8,6 +8,7 @@ from torch import Tensor
 from .tokens import (
     Batch,
     Model,
+    check_batch,
     masked_mean,
     next_token_logits,
     selected_log_probs,
@@ -84,6 +85,7 @@ def grpo_loss(
         ValueError: no such ``loss_type`` or level, or something that they need is missing.
     """
     _check_arguments(loss_type, importance_sampling_level, max_completion_length)
+    check_batch(batch, "input_ids", "completion_mask", "advantages")
     tokens = batch["input_ids"][:, 1:]
     mask = batch["completion_mask"][:, 1:]
     advantages = batch["advantages"][:, None]

@@ -9,6 +9,7 @@ from torch import Tensor
 from .tokens import (
     Batch,
     Model,
+    check_batch,
     masked_mean,
     next_token_logits,
     selected_log_probs,
@@ -67,10 +68,11 @@ def dpo_loss(
         ``mean_token_accuracy`` (of chosen tokens) and ``entropy``.
 
     Raises:
-        ValueError: no such ``loss_type``, or no reference.
+        ValueError: no such ``loss_type``, no reference, or the batch lacks an entry.
     """
     if loss_type not in DPO_LOSSES:
         raise ValueError(f"loss_type is one of {DPO_LOSSES}, got {loss_type!r}")
+    check_batch(batch, "input_ids", "completion_mask")
     average = loss_type == "ipo" if average_log_prob is None else average_log_prob
     logits = next_token_logits(model, batch)
     log_probs = _completion_log_probs(logits, batch, average)

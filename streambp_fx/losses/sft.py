@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .tokens import Batch, Model, masked_mean, next_token_logits, token_entropy
+from .tokens import Batch, Model, check_batch, masked_mean, next_token_logits, token_entropy
 
 SFT_LOSSES = ("nll", "dft")
 
@@ -47,10 +47,11 @@ def sft_loss(
         The loss, and ``mean_token_accuracy`` and ``entropy`` over the labels that count.
 
     Raises:
-        ValueError: no such ``loss_type``.
+        ValueError: no such ``loss_type``, or the batch lacks an entry.
     """
     if loss_type not in SFT_LOSSES:
         raise ValueError(f"loss_type is one of {SFT_LOSSES}, got {loss_type!r}")
+    check_batch(batch, "input_ids", "labels")
     logits = next_token_logits(model, batch)
     labels = batch["labels"][:, 1:]
     counted = labels != ignore_index

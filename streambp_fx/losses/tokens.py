@@ -19,6 +19,17 @@ MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids", "token_type_ids",
 """The entries of a batch that the model is called with, by keyword, where the batch has them."""
 
 
+def check_batch(batch: Batch, *names: str) -> None:
+    """Ask for entries of a batch.
+
+    Raises:
+        ValueError: ``batch`` lacks some of ``names``.
+    """
+    missing = [name for name in names if name not in batch]
+    if missing:
+        raise ValueError(f"the batch lacks {', '.join(missing)}; it has {', '.join(batch)}")
+
+
 def next_token_logits(model: Model, batch: Batch, temperature: float = 1.0) -> Tensor:
     """The logits of tokens ``1 .. T - 1``, ``[B, T - 1, V]``, divided by ``temperature``.
 
