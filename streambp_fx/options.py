@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_origin
 
 import torch
 
@@ -12,6 +12,7 @@ from ._torch import inductor_config
 
 MODES = ("default", "max-autotune-no-cudagraphs", "max-autotune")
 BARRIER_ACTIONS = ("warn", "error", "ignore")
+_NO_CUDA_GRAPHS = "CUDA graphs can not hold loops whose length is known at run time"
 
 
 class OptionError(ValueError):
@@ -61,10 +62,11 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) ->
     inductor: dict[str, Any] = _mode_settings(mode)
     known = inductor_config.get_config_copy()
     for name, value in dict(options or {}).items():
+        inductor_name = str(name).replace("-", "_")
         if name in OWN_NAMES:
             own[name] = _checked(name, value)
-        elif name.replace("-", "_") in known:
-            inductor[name.replace("-", "_")] = value
+        elif inductor_name in known:
+            inductor[inductor_name] = _checked_by_inductor(inductor_name, value)
         else:
             raise OptionError(
                 f"unknown option {name!r} for backend='streambp'; accepted are "
@@ -79,13 +81,23 @@ def _mode_settings(mode: str | None) -> dict[str, Any]:
     if mode not in MODES:
         raise OptionError(
             f"unknown mode {mode!r} for backend='streambp'; accepted are {', '.join(MODES)} "
-            "(CUDA graphs can not hold loops whose length is known at run time)"
+            f"({_NO_CUDA_GRAPHS})"
         )
     if mode == "default":
         return {}
     settings = dict(torch._inductor.list_mode_options(mode))
     settings.pop("triton.cudagraphs", None)
     return settings
+
+
+def _checked_by_inductor(name: str, value: Any) -> Any:
+    """``value``, where ``torch.compile`` would take it as Inductor's option of that name."""
+    if name == "triton.cudagraphs" and value:
+        raise OptionError(f"option {name}={value!r}: expected False; {_NO_CUDA_GRAPHS}")
+    accepted: Any = inductor_config.get_type(name)  # type: ignore[attr-defined]
+    if get_origin(accepted) is None and not isinstance(value, accepted):
+        raise OptionError(f"option {name}={value!r}: expected {accepted.__name__}")
+    return value
 
 
 def _checked(name: str, value: Any) -> Any:

@@ -56,6 +56,17 @@ def test_unknown_name_lists_the_known_ones() -> None:
     assert all(name in str(caught.value) for name in OWN_NAMES)
 
 
+@pytest.mark.parametrize("name, value", [("max_autotune", "x"), ("triton.cudagraphs", True)])
+def test_inductor_options_are_checked(name: str, value: Any) -> None:
+    with pytest.raises(OptionError, match=f"option {name}=.*: expected "):
+        parse_options({name: value})
+
+
+def test_a_name_that_is_no_string_is_unknown() -> None:
+    with pytest.raises(OptionError, match="unknown option 3"):
+        parse_options({3: 4})  # type: ignore[dict-item]
+
+
 def test_inductor_options_are_passed_on() -> None:
     options = parse_options({"max_autotune": True, "triton.unique-kernel-names": False})
     assert options.inductor == {"max_autotune": True, "triton.unique_kernel_names": False}
