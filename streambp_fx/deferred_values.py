@@ -197,7 +197,10 @@ class Copy(Origin):
 
     def rows(self, views: Sequence[View]) -> Tensor | None:
         source = self._unchanged_source()
-        part = source._origin.rows((*source._views, *views))
+        if source._origin.computed:
+            part: Tensor | None = apply_views(views, source._materialize())
+        else:
+            part = source._origin.rows((*source._views, *views))
         # A slice's memory format is not the whole's, so only the dtype is converted.
         return None if part is None else part.to(_dtype_of(self._copy, part.dtype))
 

@@ -217,6 +217,16 @@ def test_conversion_of_all_outputs_to_float32_keeps_it_deferred() -> None:
     torch.testing.assert_close(upcast.logits[:, -2:].detach() + 0, want[:, -2:].float().detach())
 
 
+def test_copies_of_what_was_computed_need_no_operands() -> None:
+    llama = tiny_llama().bfloat16()
+    logits = torch.compile(llama, backend=Backend())(input_ids=token_ids()).logits
+    upcast = logits.float()
+    again = upcast.double()
+    want = logits.detach() + 0
+    torch.testing.assert_close(upcast[:, -1].detach() + 0, want[:, -1].float())
+    torch.testing.assert_close(again[:, 1:].detach() + 0, want[:, 1:].double())
+
+
 def test_a_compiled_caller_computes_it(logits: DeferredTensor, want: Tensor) -> None:
     compiled = torch.compile(lambda x: x.argmax(-1) + 1, backend="eager")
     assert torch.equal(compiled(logits.detach()), want.argmax(-1) + 1)
