@@ -23,7 +23,15 @@ from streambp_fx.planning.extrapolate import Curve, piecewise_linear, quadratic,
 from streambp_fx.planning.lora import adapt
 from streambp_fx.planning.models import build, layer_counts, load_config, period, with_layers
 from streambp_fx.planning.objectives import PROGRAMS, batch_of
-from streambp_fx.planning.plan import KEPT_GRADIENTS, OPTIMIZER, REFERENCE, STREAMED, WEIGHTS
+from streambp_fx.planning.plan import (
+    KEPT_GRADIENTS,
+    OPTIMIZER,
+    REFERENCE,
+    SHORTEST,
+    STREAMED,
+    WEIGHTS,
+    lengths_of_a_row,
+)
 from streambp_fx.planning.setting import GIB
 from streambp_fx.planning.timelines import (
     Instant,
@@ -272,11 +280,19 @@ def test_an_unknown_name_is_refused_with_those_that_are_known() -> None:
         {"group": 0},
         {"lora_rank": 0},
         {"reserve_gib": 80.0},
+        {"memory_gib": float("inf")},
     ],
 )
 def test_impossible_settings_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
         Setting(**wrong)
+
+
+@pytest.mark.parametrize("rows", [1, 64, 65, 128, 256, 5000])
+def test_lengths_of_many_rows_differ(rows: int) -> None:
+    for way in WAYS:
+        lengths = lengths_of_a_row(way, rows)
+        assert sorted(set(lengths)) == list(lengths) and lengths[0] >= SHORTEST
 
 
 def test_an_unknown_way_is_refused() -> None:

@@ -46,10 +46,9 @@ def load_config(model: str) -> Any:
             f"{', '.join(BUNDLED)}"
         )
     try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{path} is no configuration of transformers: {error}") from error
-    config = config.get_text_config()
+        raise ConfigError(f"{path} is no configuration of a text model: {error}") from error
     if not isinstance(getattr(config, "num_hidden_layers", None), int):
         raise ConfigError(f"{path} does not say how many layers there are (num_hidden_layers)")
     return config

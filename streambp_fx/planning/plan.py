@@ -31,6 +31,8 @@ LENGTHS = {
 CHUNK_SIZES = (4096, 2048, 1024, 512, 256)
 HEAD_CHUNK_SIZES = (1024, 512, 256, 128, 64)
 """Tokens of the whole batch that are tried as chunks, the largest first."""
+SHORTEST = 64
+"""Tokens of a row that are traced at least."""
 GIVEN_UP = 0.02
 """How much of the longest sequence is given up for larger chunks, which run faster."""
 CURVE_POINTS = 48
@@ -149,9 +151,7 @@ class _Planner:
         self.workspace = workspace
         self.layers: int = config.num_hidden_layers
         self.counts = layer_counts(config)
-        self.lengths = {
-            way: tuple(max(64, tokens // setting.rows) for tokens in LENGTHS[way]) for way in ways
-        }
+        self.lengths = {way: lengths_of_a_row(way, setting.rows) for way in ways}
         self.program = PROGRAMS[setting.objective]
         self.on_progress = on_progress
         self.done, self.steps = 0, len(self.counts) * sum(map(len, self.lengths.values()))
@@ -291,3 +291,9 @@ def _nbytes(parameter: nn.Parameter) -> int:
 def _first(sizes: Sequence[int], enough: Callable[[int], bool]) -> int:
     """The first of ``sizes`` that is enough; the last one is, without being asked."""
     return next((size for size in sizes[:-1] if enough(size)), sizes[-1])
+
+
+def lengths_of_a_row(way: str, rows: int) -> tuple[int, ...]:
+    """The lengths at which a step of ``way`` with so many rows is traced, no two equal."""
+    divisor = min(rows, LENGTHS[way][0] // SHORTEST)
+    return tuple(tokens // divisor for tokens in LENGTHS[way])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -58,10 +59,12 @@ class Setting:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.lora_rank is not None and self.lora_rank < 1:
             raise ValueError(f"lora_rank must be at least 1 or None, got {self.lora_rank}")
+        if not math.isfinite(self.memory_gib):
+            raise ValueError(f"memory_gib must be a number of GiB, got {self.memory_gib}")
         if not 0 <= self.reserve_gib < self.memory_gib:
             raise ValueError(
-                f"reserve_gib must be between 0 and memory_gib={self.memory_gib}, "
-                f"got {self.reserve_gib}"
+                f"the reserve must be at least 0 and less than the memory of {self.memory_gib:g} "
+                f"GiB, got {self.reserve_gib:g} GiB (reserve_gib, --reserve)"
             )
 
     @property
