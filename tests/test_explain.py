@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import streambp_fx
 from streambp_fx.explaining.explanation import Explanation, NothingCapturedError
-from streambp_fx.explaining.text import to_notebook, to_text
+from streambp_fx.explaining.text import SEVERAL_GRAPHS, to_notebook, to_text
 from streambp_fx.explaining.units import bytes_text, share_text, short_source
 from streambp_fx.options import OptionError
 from tests.backend import streamed
@@ -261,6 +261,46 @@ def test_without_gradients_forward_alone_is_explained() -> None:
     assert found.graphs[0].regions and not any(r.backward for r in found.graphs[0].regions)
     assert "blocks.0.norm_1.weight" in {o.name for o in found.graphs[0].regions[1].operands}
     assert isinstance(found.peers["eager"], int)
+
+
+class Convolving(nn.Module):
+    """Mixes tokens by a causal convolution along the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16)
+        self.mix = nn.Conv1d(16, 16, 3, padding=2)
+        self.head = nn.Linear(16, 50)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mixed = self.mix(self.embed(ids).transpose(1, 2))[..., : ids.shape[1]]
+        logits = self.head(nn.functional.silu(mixed).transpose(1, 2))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten())
+
+
+def test_a_convolution_is_a_barrier_and_its_memory_is_known() -> None:
+    found = explain(Convolving(), torch.zeros(2, 64, dtype=torch.int64), peers=("torch.compile",))
+    assert [barrier for barrier in found.barriers if "convolution" in str(barrier)]
+    assert isinstance(found.peers["torch.compile"], int), found.peers
+
+
+class Broken(nn.Module):
+    """Breaks the graph between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = NanoGPT(layers=1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        loss = self.model(ids, ids)
+        torch._dynamo.graph_break()
+        return loss * 2
+
+
+def test_memory_after_a_graph_break_is_said_to_be_a_part(gpt: Explanation) -> None:
+    found = explain(Broken(), IDS, peers=())
+    assert len(found.graphs) > 1 and SEVERAL_GRAPHS in " ".join(to_text(found).split())
+    assert len(gpt.graphs) == 1 and SEVERAL_GRAPHS not in " ".join(to_text(gpt).split())
 
 
 def test_what_is_not_streamed_says_why() -> None:

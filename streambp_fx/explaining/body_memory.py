@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -53,6 +54,18 @@ class _Nothing:
         return self
 
 
+class _ExternKernels(_Nothing):
+    """Kernels that are called rather than written: those that make their result are run."""
+
+    def __getattr__(self, name: str) -> Any:
+        return functools.partial(self._run, getattr(torch, name, None))
+
+    @staticmethod
+    def _run(function: Any, *args: Any, **kwargs: Any) -> Any:
+        fills = function is None or kwargs.get("out") is not None
+        return kwargs.get("out") if fills else function(*args, **kwargs)
+
+
 def without_kernels(source: str) -> Callable[[list[Any]], Any]:
     """The function ``call(args)`` of a wrapper, with kernels that do nothing.
 
@@ -69,6 +82,7 @@ def without_kernels(source: str) -> Callable[[list[Any]], Any]:
     namespace.update(
         torch=torch,
         aten=torch.ops.aten,
+        extern_kernels=_ExternKernels(),
         empty_strided_cpu=_empty_strided,
         reinterpret_tensor=_reinterpret,
     )

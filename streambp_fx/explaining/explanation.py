@@ -118,7 +118,11 @@ class Explanation:
 
     @property
     def peak(self) -> Moment:
-        """The moment of a step at which most bytes are allocated, above those at its start."""
+        """The moment of a step at which most bytes are allocated, above those at its start.
+
+        Each graph is counted alone. After a graph break more is allocated: what the other graphs
+        keep for their backward.
+        """
         peaks = [graph.memory.peak for graph in self.graphs if graph.memory.moments]
         return max(peaks, key=lambda moment: moment.nbytes)
 
@@ -255,7 +259,7 @@ def _peer(
 ) -> PeerMemory | str:
     try:
         found = peer_memory(peer, program, args, kwargs)
-    except (RuntimeError, ValueError, NotImplementedError) as error:
+    except (RuntimeError, ValueError, NotImplementedError, AssertionError, TypeError) as error:
         # A program that the backend takes may be one that fake tensors or Inductor refuse.
         return f"unknown: {error}".splitlines()[0]
     return "the program has no gradient checkpointing" if found is None else found

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from .explanation import ExplainedGraph, Explanation
 
 NOTEBOOK_WIDTH = 110
+SEVERAL_GRAPHS = (
+    "The program breaks into several graphs. The memory of each is counted alone, without what the "
+    "others keep for their backward: a step takes more."
+)
 _PRE = (
     '<pre style="white-space:pre;overflow-x:auto;line-height:1.25;'
     "font-family:Menlo,'DejaVu Sans Mono',consolas,'Courier New',monospace\">{code}</pre>"
@@ -56,6 +60,8 @@ def to_renderable(explanation: Explanation) -> RenderableType:
     """The report as an object that rich prints."""
     parts: list[RenderableType] = [Text(explanation.program, style="bold"), Text()]
     several = len(explanation.graphs) > 1
+    if several:
+        parts += [Text(SEVERAL_GRAPHS, style="red"), Text()]
     for number, graph in enumerate(explanation.graphs):
         if several:
             parts.append(Text(f"graph {number} of {len(explanation.graphs)}", style="bold"))
