@@ -12,6 +12,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from .checking import Check, Row
 
+WIDEST = 400
 MOST_ROWS = 40
 """Parameters that a table has at most: those that are wrong, then those farthest apart."""
 
@@ -19,12 +20,20 @@ MOST_ROWS = 40
 def to_text(outcome: Check) -> str:
     """What ``print(check(...))`` shows, without colours."""
     console = Console(file=io.StringIO(), record=True)
-    console.print(to_renderable(outcome))
+    print_check(outcome, console)
     return "\n".join(line.rstrip() for line in console.export_text().splitlines()).strip()
 
 
-def to_renderable(outcome: Check) -> RenderableType:
-    """The outcome as an object that rich prints."""
+def print_check(outcome: Check, console: Console) -> None:
+    """Print the outcome, no name broken where the lines are read by no terminal."""
+    table = _table(outcome)
+    if not console.is_terminal:
+        needed = console.measure(table, options=console.options.update(max_width=WIDEST)).maximum
+        console.width = max(console.width, needed)
+    console.print(_with_text(outcome, table))
+
+
+def _table(outcome: Check) -> Table:
     shown = sorted(outcome.rows, key=lambda row: (row.right, -row.fp64_apart))[:MOST_ROWS]
     order = {row.name: index for index, row in enumerate(outcome.rows)}
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -35,12 +44,17 @@ def to_renderable(outcome: Check) -> RenderableType:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in sorted(shown, key=lambda row: order[row.name]):
         table.add_row(*_cells(row), style=None if row.right else "red")
+    return table
+
+
+def _with_text(outcome: Check, table: Table) -> RenderableType:
     parts: list[RenderableType] = [
         Text("apart: streamed from eager. Errors: from eager in fp64. All relative.", style="dim"),
         table,
     ]
-    if len(shown) < len(outcome.rows):
-        parts.append(Text(f"and {len(outcome.rows) - len(shown)} more, closer together in fp64"))
+    if table.row_count < len(outcome.rows):
+        left_out = len(outcome.rows) - table.row_count
+        parts.append(Text(f"and {left_out} more, closer together in fp64"))
     parts += [Text(), _losses(outcome)]
     parts += [Text(f"not streamed: {problem}", style="red") for problem in outcome.problems]
     if outcome.chunks < 2:

@@ -54,6 +54,15 @@ def test_it_prints_a_table_by_parameter_and_a_verdict(
     assert lines[-1].startswith("OK: in fp64, gradients are apart by ")
 
 
+def test_names_are_whole_where_no_terminal_sets_the_width(
+    outcome: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    lines = str(outcome).splitlines()
+    assert sum(line.startswith("blocks.") for line in lines) == 24
+    assert any(line.split()[:3] == ["blocks.0.up.weight", "128x32", "float32"] for line in lines)
+
+
 def test_it_is_json(outcome: Check) -> None:
     data = json.loads(json.dumps(outcome.to_dict()))
     assert data["right"] is True and data["chunks"] == 4 and data["unstreamed"] == []

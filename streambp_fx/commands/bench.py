@@ -18,9 +18,19 @@ from rich.table import Table
 
 from ..demo import VARIANTS, allocate_gradients, prepare, reason, training_step
 from ..measure import Quartiles, memory_use, step_time
-from .program import Config, DType, Layers, dtype_of, fail, model_with_random_weights, read_config
+from .program import (
+    Config,
+    DType,
+    Layers,
+    check_folder,
+    dtype_of,
+    fail,
+    model_with_random_weights,
+    read_config,
+)
 
 MIB = 2**20
+DEVICES = ("cpu", "cuda")
 LENGTHS = (1024, 2048, 4096)
 
 
@@ -50,7 +60,7 @@ def bench_command(
     rounds: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 5,
     layers: Layers = None,
     dtype: DType = "fp32",
-    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    device: Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.")] = "cpu",
     output: Annotated[Path | None, typer.Option(help="Also write JSON to this file.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
 ) -> None:
@@ -70,8 +80,11 @@ def bench_command(
     for name in ways:
         if name not in VARIANTS:
             raise fail(f"--way is one of {', '.join(VARIANTS)}, not {name}")
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+    if device not in DEVICES:
+        raise fail(f"--device is one of {', '.join(DEVICES)}, not {device}")
+    if device == "cuda" and not torch.cuda.is_available():
         raise fail("--device cuda: torch finds no GPU")
+    check_folder(output)
     loaded = read_config(config, layers)
     progress = Console(stderr=True)
     found: list[Measured] = []

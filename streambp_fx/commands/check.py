@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..checking import NoGradientError, NoLossError, RandomnessError, check
-from ..checking_text import to_renderable
+from ..checking_text import print_check
 from .program import (
     ChunkSize,
     CompileBodies,
@@ -77,6 +77,6 @@ def check_command(
     if as_json:
         typer.echo(json.dumps(outcome.to_dict(), indent=2))
     else:
-        Console().print(to_renderable(outcome))
+        print_check(outcome, Console())
     if not outcome.right:
         raise typer.Exit(1)

@@ -22,6 +22,7 @@ from .program import (
     HeadChunkSize,
     Layers,
     backend_options,
+    check_folder,
     dtype_of,
     fail,
     model_without_data,
@@ -88,9 +89,7 @@ def explain_command(
         need("matplotlib", "plot")
     if triton is not None:
         _check_target(target)
-    for path in (html, plot):
-        if path is not None and not path.parent.is_dir():
-            raise fail(f"there is no folder {path.parent} to write {path.name} into")
+    check_folder(html, plot)
     model = model_without_data(read_config(config, layers), dtype_of(dtype))
     ids = torch.zeros(batch, tokens, dtype=torch.int64, device="meta")
     options = backend_options(chunk_size, head_chunk_size, compile_bodies)

@@ -18,12 +18,18 @@ from rich.table import Table
 from ..planning import BUNDLED, ConfigError, Plan, PlanningError, Setting, plan
 from ..planning.plot import save_plot
 from ..planning.setting import DTYPES, GIB, OBJECTIVES, OPTIMIZERS
+from .program import check_folder
 
 _NAMES = ", ".join(BUNDLED)
 
 
 def plan_command(
-    model: Annotated[str, typer.Argument(help=f"A config.json, or one of {_NAMES}.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            help=f"A transformers config.json, the folder that holds one, or one of {_NAMES}."
+        ),
+    ],
     memory: Annotated[float, typer.Option(help="Memory of the GPU, GiB.")] = Setting.memory_gib,
     reserve: Annotated[
         float, typer.Option(help="Of it, what is not for tensors, GiB.")
@@ -66,6 +72,7 @@ def plan_command(
         if find_spec(needed) is None and (needed != "matplotlib" or plot is not None):
             progress.print(escape(f"This needs: pip install 'streambp-fx[{extra}]'"))
             raise typer.Exit(2)
+    check_folder(plot)
     try:
         setting = Setting(
             memory, reserve, dtype, lora, objective, batch, group, optimizer, keep_gradients

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -35,6 +36,17 @@ CompileBodies = Annotated[
 DType = Annotated[
     str, typer.Option(help=f"Of weights and activations: one of {', '.join(DTYPES)}.")
 ]
+
+
+def check_folder(*paths: Path | None) -> None:
+    """Ask, before anything takes time, that each file can be written into its folder.
+
+    Raises:
+        typer.Exit: one has none; code 2.
+    """
+    for path in paths:
+        if path is not None and not path.parent.is_dir():
+            raise fail(f"there is no folder {path.parent} to write {path.name} into")
 
 
 def fail(message: str) -> typer.Exit:
