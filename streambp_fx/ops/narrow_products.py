@@ -17,6 +17,9 @@ from streambp_fx._torch import CppCodeCache
 
 log = logging.getLogger(__name__)
 
+_SOURCE = Path(__file__).with_suffix(".cpp").read_text()
+"""Read with this file, whose calls it has to go with: an upgrade may change both."""
+
 _ROWS, _COLUMNS = 64, 256
 """Block of the sum that a thread adds to at once; its operands stay in a core's L2 cache."""
 
@@ -30,7 +33,7 @@ def _library() -> CDLL | None:
     if not torch.cpu.get_capabilities().get("amx_bf16", False):
         return None
     try:
-        library = CppCodeCache.load(Path(__file__).with_suffix(".cpp").read_text())
+        library = CppCodeCache.load(_SOURCE)
     except (RuntimeError, OSError) as error:  # no compiler, a failure of it, or of loading
         log.warning("bfloat16 products into fp32 sums run in fp32, which is slower: %s", error)
         return None
