@@ -29,7 +29,7 @@ import torch
 from .gpu_plan import SIZES, Job, Part, parts
 from .gpu_steps import Case
 from .machine import describe
-from .processes import run_module
+from .processes import run_module, stop_modules
 
 log = logging.getLogger("benchmarks.gpu")
 
@@ -82,11 +82,17 @@ def run_part(part: Part, records: Records, device: str, deadline: float) -> None
     """Run the processes of ``part``; none is started, and none runs on, after ``deadline``."""
     opened = [[records.open(case, job.kind) for case in job.cases] for job in part.jobs]
     with ThreadPoolExecutor(part.at_once) as pool:
-        for future in [
+        futures = [
             pool.submit(run_job, job, own, records, device, deadline)
             for job, own in zip(part.jobs, opened, strict=True)
-        ]:
-            future.result()
+        ]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            stop_modules()
+            raise
 
 
 def run_job(
@@ -184,7 +190,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for everything together")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
-    # Ends the processes in progress, by the exception that it raises.
+    # The exception that it raises ends the processes in progress, see `run_part`.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     outcome = run(
         arguments.folder, arguments.size, arguments.device, arguments.part or [], arguments.seconds

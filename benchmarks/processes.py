@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -59,6 +60,17 @@ class Results:
             file.write(json.dumps(line) + "\n")
 
 
+_running: set[subprocess.Popen[bytes]] = set()
+_stopped = threading.Event()
+
+
+def stop_modules() -> None:
+    """Kill what `run_module` runs in other threads; it starts nothing any more."""
+    _stopped.set()
+    for process in list(_running):
+        _signal_group(process)
+
+
 def run_module(
     module: str,
     job: Mapping[str, Any],
@@ -77,6 +89,8 @@ def run_module(
         environment: variables to set for it, beside those of this process.
         python: the interpreter to run.
     """
+    if _stopped.is_set():
+        return Ended(-signal.SIGTERM, "stopped")
     with tempfile.TemporaryDirectory() as folder:
         results, log = Path(folder, "results"), Path(folder, "log")
         results.touch()
@@ -89,10 +103,13 @@ def run_module(
                 # A group of its own can be killed with all compile workers in it.
                 process_group=0,
             )
+            _running.add(process)
             try:
                 status = _follow(process, lines, time.monotonic() + seconds, on_line)
             finally:
-                _kill_group(process)
+                _signal_group(process)
+                process.wait()
+                _running.discard(process)
         return Ended(status, _tail(log))
 
 
@@ -113,12 +130,11 @@ def _follow(
         time.sleep(0.05)
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
+def _signal_group(process: subprocess.Popen[bytes]) -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass  # all of them have ended
-    process.wait()
 
 
 def _search_path() -> dict[str, str]:

@@ -199,17 +199,14 @@ def profiled_step(
 
 def add_up(averages: Iterable[Any], on_gpu: bool) -> dict[str, Any]:
     """Seconds by phase, by kind of work and by name, of the profiler's ``key_averages``."""
-    averages = list(averages)
-    # On a GPU an op's kernels are events of their own, and a span of ops is repeated there under
-    # its own name: what bears the name of something on the CPU is no kernel.
-    on_cpu = {event.key for event in averages if event.device_type == DeviceType.CPU}
     spent: dict[str, float] = {}
     named: dict[str, float] = {}
     marked: dict[str, float] = {}
     for event in averages:
         if event.key.startswith("phase:") and event.device_type == DeviceType.CPU:
             marked[event.key.removeprefix("phase:")] = event.cpu_time_total / 1e6
-        if on_gpu and event.key in on_cpu:
+        # On a GPU kernels are events of their own, and a span of ops is repeated there as such.
+        if on_gpu and (event.device_type == DeviceType.CPU or event.is_user_annotation):
             continue
         seconds = (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / 1e6
         named[event.key] = named.get(event.key, 0.0) + seconds

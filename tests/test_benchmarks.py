@@ -289,7 +289,9 @@ def test_objectives_have_a_peak(small: None) -> None:
         assert result["peak"] > 4 * 2 * 37 * 64
 
 
-def event(key: str, device: DeviceType, seconds: float) -> SimpleNamespace:
+def event(
+    key: str, device: DeviceType, seconds: float, *, is_span: bool = False
+) -> SimpleNamespace:
     micros = seconds * 1e6
     return SimpleNamespace(
         key=key,
@@ -297,6 +299,7 @@ def event(key: str, device: DeviceType, seconds: float) -> SimpleNamespace:
         cpu_time_total=micros,
         self_cpu_time_total=micros,
         self_device_time_total=micros,
+        is_user_annotation=is_span,
     )
 
 
@@ -305,16 +308,24 @@ def test_a_kernel_of_a_gpu_counts_once() -> None:
     gpu = DeviceType.CUDA
     averages = [
         event("aten::mm", DeviceType.CPU, 3.0),
-        event("phase:forward", DeviceType.CPU, 5.0),
-        event("phase:forward", gpu, 4.0),
+        event("phase:forward", DeviceType.CPU, 5.0, is_span=True),
+        event("phase:forward", gpu, 4.0, is_span=True),
+        # Inductor launches a kernel within a span of the kernel's name.
+        event("triton_poi_fused_mul_0", DeviceType.CPU, 0.1, is_span=True),
+        event("triton_poi_fused_mul_0", gpu, 0.5),
         event("nvjet_tst_128x256", gpu, 3.0),
         event("flash_bwd_kernel", gpu, 2.0),
         event("Memcpy DtoD", gpu, 1.0),
     ]
     found = worker.add_up(averages, on_gpu=True)
     assert found["phases"] == {"forward": 5.0}
-    assert found["kinds"] == {"matrix products": 3.0, "attention": 2.0, "copies": 1.0}
-    assert list(found["top"]) == ["nvjet_tst_128x256", "flash_bwd_kernel", "Memcpy DtoD"]
+    assert found["kinds"] == {
+        "matrix products": 3.0,
+        "attention": 2.0,
+        "copies": 1.0,
+        "compiled kernels": 0.5,
+    }
+    assert list(found["top"])[:3] == ["nvjet_tst_128x256", "flash_bwd_kernel", "Memcpy DtoD"]
 
 
 @pytest.mark.parametrize("way", ["eager", "streambp:compile_bodies=False,head_chunk_size=24"])

@@ -7,8 +7,10 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_exactness, gpu_plan, gpu_steps
+from benchmarks import gpu, gpu_exactness, gpu_plan, gpu_steps, processes
 from benchmarks.gpu_plan import FULL, TINY, Job, Part
 from benchmarks.gpu_worker import measure_all
 from benchmarks.processes import Ended, run_module
@@ -120,6 +122,20 @@ def test_a_process_over_its_limit_ends_with_all_that_it_started() -> None:
     assert time.monotonic() - begun < 120
     (started,) = lines
     assert ends_within(started["started"], seconds=60)
+
+
+def test_processes_of_other_threads_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_stopped", threading.Event())
+    begun = time.monotonic()
+    with ThreadPoolExecutor(1) as pool:
+        started = pool.submit(run_worker, ("sleep", 600), seconds=600.0)
+        queued = pool.submit(run_worker, ("sleep", 600), seconds=600.0)
+        while not processes._running:
+            time.sleep(0.05)
+        processes.stop_modules()
+    assert started.result()[0].failure == "killed by SIGKILL"
+    assert queued.result()[0].failure == "killed by SIGTERM: stopped"
+    assert time.monotonic() - begun < 120 and not processes._running
 
 
 def ends_within(process: int, seconds: float) -> bool:
