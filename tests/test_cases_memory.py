@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
+from streambp_fx.measure import memory_use
 from tests.backend import assert_streamed_whole, needs_report, streamed
 from tests.marks import slow_but
 from tests.models import Batch, build, loss_of, make_batch
@@ -45,6 +46,17 @@ def test_frozen_head_allocates_its_gradient() -> None:
     model.token.requires_grad_(False)
     step = _step(model, make_batch(1, 64), chunk_size=16)
     assert_no_allocation_of(step, 2048 * 64 * FLOAT)
+
+
+@needs_report
+def test_smaller_chunk_raises_the_peak() -> None:
+    model, batch = _large_head(), make_batch(1, 128)
+    peaks = []
+    for size in (128, 64, 40, 32, 16, 8):
+        torch._dynamo.reset()
+        peaks.append(memory_use(_step(model, batch, chunk_size=size), "cpu").peak)
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[0] > peaks[-1] + 100 * 2048 * FLOAT
 
 
 @needs_report
