@@ -21,14 +21,14 @@ def save_plot(rows: list[Row], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    peers = list(dict.fromkeys(row["peer"] for row in rows))
-    colors = {peer: plt.colormaps["tab20"](index % 20) for index, peer in enumerate(peers)}
+    lines = peaks_by_length(rows)
+    colors = {peer: plt.colormaps["tab20"](index % 20) for index, peer in enumerate(lines)}
     times = time_and_peak(rows)
     panels = 2 if times else 1
     figure, axes = plt.subplots(
         1, panels, figsize=(2.5 + 4.5 * panels, 4.5), layout="constrained", squeeze=False
     )
-    _draw_memory(axes[0, 0], peaks_by_length(rows), colors)
+    _draw_memory(axes[0, 0], lines, colors)
     if times:
         _draw_times(axes[0, 1], times, colors)
     figure.legend(loc="outside right upper", fontsize="small")
@@ -37,8 +37,6 @@ def save_plot(rows: list[Row], path: Path) -> None:
 
 
 def _draw_memory(axes: Any, lines: dict[str, Points], colors: dict[str, Any]) -> None:
-    from matplotlib.ticker import LogLocator
-
     for peer, points in lines.items():
         ours = peer.startswith("streambp") and "==" not in peer
         axes.plot(
@@ -54,10 +52,16 @@ def _draw_memory(axes: Any, lines: dict[str, Points], colors: dict[str, Any]) ->
     lengths = sorted({tokens for points in lines.values() for tokens, _ in points})
     axes.set_xticks(lengths, [f"{tokens:g}" for tokens in lengths])
     axes.set_xticks([], minor=True)
-    axes.set_yticks([], minor=True)
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axes.yaxis.set_major_formatter("{x:g}")
+    _few_ticks(axes.yaxis)
     axes.grid(alpha=0.2)
+
+
+def _few_ticks(axis: Any) -> None:
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter("{x:g}")
 
 
 def _draw_times(axes: Any, times: dict[str, tuple[float, float]], colors: dict[str, Any]) -> None:
@@ -68,22 +72,30 @@ def _draw_times(axes: Any, times: dict[str, tuple[float, float]], colors: dict[s
         xscale="log",
         xlabel="peak of a step, MiB",
         ylabel="time, gradient checkpointing = 1",
-        title="Time and memory at the longest length that both have",
+        title="Time and memory",
     )
+    _few_ticks(axes.xaxis)
+    axes.margins(x=0.25)
     axes.axhline(1.0, color="grey", linewidth=0.8)
 
 
 def peaks_by_length(rows: list[Row]) -> dict[str, Points]:
-    """For each peer, ``(tokens, MiB)`` on the model that most measurements are of, by length."""
+    """For each peer, ``(tokens, MiB)`` on the model that most measurements are of, by length.
+
+    Ways at a single length are left out where others have several.
+    """
     lines: dict[str, Points] = {}
     for row in _on_main_model(rows, "memory"):
         point = (row["job"]["tokens"], row["result"]["peak"] / MIB)
         lines.setdefault(row["peer"], []).append(point)
-    return {peer: sorted(points) for peer, points in lines.items()}
+    several = max(map(len, lines.values()), default=0) > 1
+    return {
+        peer: sorted(points) for peer, points in lines.items() if len(points) > 1 or not several
+    }
 
 
 def time_and_peak(rows: list[Row]) -> dict[str, tuple[float, float]]:
-    """For each peer, ``(MiB, median ratio of time)`` at the longest length that has both."""
+    """For each peer, ``(MiB, median ratio of time)`` at its longest length that has both."""
     peaks = {peer: dict(points) for peer, points in peaks_by_length(rows).items()}
     found: dict[str, tuple[float, float]] = {}
     for row in sorted(_on_main_model(rows, "time"), key=lambda row: row["job"]["tokens"]):
