@@ -19,6 +19,7 @@ from torch.fx import Node
 from .axes import Axes, Kind
 from .dataflow import bytes_of
 from .placement import hint_of, value_of
+from .rules.calls import constant_fill
 
 TOKENS = 512
 TOKENS_OF_LARGE_HEADS = 768
@@ -85,10 +86,14 @@ def chunk_sizes(
 def _largest_weight(nodes: list[Node], axes: Axes) -> int:
     """Bytes of the largest value without a sequence axis that a loop over ``nodes`` reads or makes.
 
-    That is a weight or its gradient: a head's other values run over the sequence.
+    That is a weight or its gradient. A head's other values run over the sequence but for constants,
+    such as the zeros that a slice's gradient is put into.
     """
     values = {*nodes, *(operand for node in nodes for operand in node.all_input_nodes)}
-    return max((bytes_of(value) for value in values if axes.position(value) is None), default=0)
+    weights = (
+        value for value in values if axes.position(value) is None and constant_fill(value) is None
+    )
+    return max(map(bytes_of, weights), default=0)
 
 
 def _widest(nodes: list[Node], axes: Axes) -> int:

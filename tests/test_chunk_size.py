@@ -18,6 +18,7 @@ from streambp_fx.passes.chunk_size import (
     chunk_sizes,
 )
 from streambp_fx.passes.placement import Streamed, value_of
+from streambp_fx.passes.rules.calls import constant_fill
 from tests.joint_graphs import aten, axes_of, forward_graph, only, result
 
 LENGTH = 2048
@@ -64,6 +65,22 @@ def test_logits_may_be_as_large_as_the_weight(width: int) -> None:
     sizes = chunk_sizes(axes, list(graph.nodes), 1, None, None)
     nodes = [node for node in graph.nodes if axes.kind.get(node) is Kind.STREAMED]
     assert sizes.choose(nodes) == min(width, TOKENS_OF_LARGE_HEADS)
+
+
+def test_zeros_as_long_as_the_sequence_are_no_weight() -> None:
+    vocab = 250_000
+    x, w = torch.zeros(1, LENGTH, 8), torch.zeros(vocab, 8)
+
+    def padded(x: Tensor, w: Tensor) -> Tensor:
+        return torch.zeros(1, LENGTH, vocab) + F.linear(x, w)
+
+    graph = forward_graph(padded, x, w)
+    axes = axes_of(graph, Streamed(1), None, length=LENGTH, parameters=[1])
+    sizes = chunk_sizes(axes, list(graph.nodes), 1, None, None)
+    nodes = [node for node in graph.nodes if axes.kind.get(node) is Kind.STREAMED]
+    operands = [arg for node in nodes for arg in node.all_input_nodes]
+    assert any(constant_fill(arg) == 0 and axes.position(arg) is None for arg in operands)
+    assert sizes.choose(nodes) == WIDEST_BYTES_CPU // (vocab * 4)
 
 
 def test_scores_of_written_attention_may_not() -> None:
