@@ -12,8 +12,8 @@ It is right where the only tangent is the loss's and everything in backward is t
 constant (`linearity` checks the ops); it is possible where the head's backward waits for no sum
 over the whole sequence (a token count comes from the labels alone, and does not). Backward
 multiplies in place what nothing else reads, unless it may run again (`streambp_fx.ops.scale`). In
-fp16 a unit tangent divided by
-the token count underflows, before a gradient scaler could help, so the head keeps two loops there.
+fp16 a unit tangent divided by the token count underflows, before a gradient scaler could help, so
+the head keeps two loops there.
 """
 
 from __future__ import annotations
