@@ -238,54 +238,50 @@ def test_loss_that_is_chunked_by_hand_breaks_compilation() -> None:
     assert_exact_fp64(ByHand(), make_batch(2, LENGTH), chunk_size=CHUNK)
 
 
-def test_loss_that_computes_its_gradient_in_forward_breaks_compilation() -> None:
-    class Fused(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
-            chosen = F.one_hot(labels, logits.shape[-1]).to(logits.dtype)
-            ctx.save_for_backward((torch.softmax(logits, -1) - chosen) / labels.numel())
-            return F.cross_entropy(logits, labels)
+class GradientInForward(torch.autograd.Function):
+    """A loss whose forward saves the gradient of the logits."""
 
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-            return ctx.saved_tensors[0] * grad, None
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return ctx.saved_tensors[0] * grad, None
 
-    class WithFused(LogitsOnly):
+
+class ByFormula(GradientInForward):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        chosen = F.one_hot(labels, logits.shape[-1]).to(logits.dtype)
+        ctx.save_for_backward((torch.softmax(logits, -1) - chosen) / labels.numel())
+        return F.cross_entropy(logits, labels)
+
+
+class ByFunctionalGradients(GradientInForward):
+    """Chunked by hand, the gradient of each chunk by ``torch.func``."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+        def total(logits: Tensor, labels: Tensor) -> Tensor:
+            return F.cross_entropy(logits, labels, reduction="sum")
+
+        parts = zip(logits.split(5), labels.split(5), strict=True)
+        found = [torch.func.grad_and_value(total)(*part) for part in parts]
+        ctx.save_for_backward(torch.cat([slope for slope, _ in found]) / labels.numel())
+        return torch.stack([value for _, value in found]).sum() / labels.numel()
+
+
+@pytest.mark.parametrize(
+    ("loss", "on_barrier"), [(ByFormula, "warn"), (ByFunctionalGradients, "ignore")]
+)
+def test_loss_that_computes_its_gradient_in_forward_breaks_compilation(
+    loss: type[GradientInForward], on_barrier: str
+) -> None:
+    class WithLoss(LogitsOnly):
         def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
             logits = super().forward(input_ids)
-            return Fused.apply(logits.flatten(0, 1), labels.flatten())
+            return loss.apply(logits.flatten(0, 1), labels.flatten())
 
     torch.manual_seed(0)
     batch = make_batch(2, LENGTH, ignored=0.0)
-    assert_exact_fp64(WithFused(), batch, chunk_size=CHUNK)
-
-
-def test_loss_with_a_functional_gradient_inside_breaks_compilation() -> None:
-    def each(logits: Tensor, labels: Tensor) -> Tensor:
-        return F.cross_entropy(logits, labels, reduction="sum")
-
-    class Functional(torch.autograd.Function):
-        """A loss chunked by hand, the gradient of each chunk by ``torch.func``."""
-
-        @staticmethod
-        def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
-            parts = zip(logits.split(5), labels.split(5), strict=True)
-            found = [torch.func.grad_and_value(each)(*part) for part in parts]
-            ctx.save_for_backward(torch.cat([slope for slope, _ in found]) / labels.numel())
-            return torch.stack([value for _, value in found]).sum() / labels.numel()
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-            return ctx.saved_tensors[0] * grad, None
-
-    class WithFunctional(LogitsOnly):
-        def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
-            logits = super().forward(input_ids)
-            return Functional.apply(logits.flatten(0, 1), labels.flatten())
-
-    torch.manual_seed(0)
-    batch = make_batch(2, LENGTH, ignored=0.0)
-    assert_exact_fp64(WithFunctional(), batch, chunk_size=CHUNK, on_barrier="ignore")
+    assert_exact_fp64(WithLoss(), batch, chunk_size=CHUNK, on_barrier=on_barrier)
 
 
 def _logits(function: Callable[..., Any], batch: Batch) -> Tensor:

@@ -49,8 +49,7 @@ def test_it_prints_a_table_by_parameter_and_a_verdict(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     lines = str(outcome).splitlines()
-    assert sum(line.startswith("blocks.") for line in lines) == 24
-    assert any(line.split()[:3] == ["blocks.0.up.weight", "128x32", "float32"] for line in lines)
+    assert_a_row_for_each_parameter(lines)
     assert lines[-1].startswith("OK: in fp64, gradients are apart by ")
 
 
@@ -58,7 +57,10 @@ def test_names_are_whole_where_no_terminal_sets_the_width(
     outcome: Check, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "40")
-    lines = str(outcome).splitlines()
+    assert_a_row_for_each_parameter(str(outcome).splitlines())
+
+
+def assert_a_row_for_each_parameter(lines: list[str]) -> None:
     assert sum(line.startswith("blocks.") for line in lines) == 24
     assert any(line.split()[:3] == ["blocks.0.up.weight", "128x32", "float32"] for line in lines)
 

@@ -285,7 +285,7 @@ def test_a_convolution_is_a_barrier_and_its_memory_is_known() -> None:
 
 
 class Broken(nn.Module):
-    """Breaks the graph between two layers."""
+    """Breaks the graph after the model."""
 
     def __init__(self) -> None:
         super().__init__()
