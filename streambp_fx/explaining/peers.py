@@ -22,7 +22,7 @@ from streambp_fx._torch import FakeTensorMode, GraphLowering, ShapeEnv, inductor
 from ..passes.lower_only import NOT_NEEDED, without_compiling
 from .allocations import AllocationCounter
 from .body_memory import without_kernels
-from .trace import with_own_cache, without_data
+from .trace import tensors_of, with_own_cache, without_data
 
 EAGER, CHECKPOINTING, COMPILED = "eager", "gradient checkpointing", "torch.compile"
 
@@ -56,11 +56,9 @@ def peer_memory(
     """
     with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True):
         program, args, kwargs = without_data((program, tuple(args), dict(kwargs)))
-        leaves = pytree.tree_leaves((program, args, kwargs))
-        modules = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        for module in modules:
-            tensors += [*module.parameters(), *module.buffers()]
+        tree = (program, args, kwargs)
+        modules = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, nn.Module)]
+        tensors = tensors_of(tree)
         for tensor in list(tensors):
             if tensor.requires_grad and torch.is_grad_enabled():
                 tensor.grad = torch.zeros_like(tensor)

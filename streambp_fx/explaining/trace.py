@@ -70,10 +70,16 @@ def trace(
 
 def _all_on_cpu(tree: Any) -> bool:
     """Whether all tensors of a tree are; those without data (``meta``) stand for a GPU's."""
+    return all(tensor.device.type == "cpu" for tensor in tensors_of(tree))
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """The tensors of a tree, and the parameters and buffers of its modules."""
     leaves = pytree.tree_leaves(tree)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     for module in [leaf for leaf in leaves if isinstance(leaf, torch.nn.Module)]:
-        leaves += [*module.parameters(), *module.buffers()]
-    return all(leaf.device.type == "cpu" for leaf in leaves if isinstance(leaf, torch.Tensor))
+        tensors += [*module.parameters(), *module.buffers()]
+    return tensors
 
 
 def without_data(tree: Any) -> Any:

@@ -83,9 +83,10 @@ def _call_library(total: Tensor, left: Tensor, pairs: Tensor) -> None:
     if library is None:
         raise RuntimeError("this machine has no product of bfloat16 with an fp32 result")
     pointers = [c_void_p(tensor.data_ptr()) for tensor in (total, left, pairs)]
-    sizes = (*total.shape, left.shape[1], 2 * pairs.shape[0], total.stride(0), *left.stride())
-    sizes = (*sizes, _ROWS, _COLUMNS, torch.get_num_threads())
-    failure = library.add_product(*pointers, *map(c_int64, sizes))
+    sizes = (*total.shape, left.shape[1], 2 * pairs.shape[0])
+    strides = (total.stride(0), *left.stride())
+    shares = (_ROWS, _COLUMNS, torch.get_num_threads())
+    failure = library.add_product(*pointers, *map(c_int64, (*sizes, *strides, *shares)))
     if failure is not None:
         raise RuntimeError(f"oneDNN's product of bfloat16 failed: {failure.decode()}")
 
