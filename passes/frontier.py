@@ -34,6 +34,7 @@ from streambp_fx._torch import (
 )
 
 from .autocast_regions import AutocastState
+from .dynamo_calls import argument_of, is_call, value_of
 from .placement import hint_of
 from .rules.sizes import product, same_size
 
@@ -193,23 +194,39 @@ def is_rowwise(frontier: Frontier) -> bool:
         return False
     rows = example_of(frontier.nodes[0]).shape[:-1]
     activations = {frontier.nodes[0], *frontier.inside}
-    return all(_keeps_rows(node, rows, activations) for node in frontier.inside)
+    return all(keeps_rows(node, rows, activations) for node in frontier.inside)
 
 
-def _keeps_rows(node: Node, rows: torch.Size, activations: set[Node]) -> bool:
+def keeps_rows(node: Node, rows: torch.Size, activations: set[Node]) -> bool:
+    """Whether each row of ``node`` depends on one row of those inputs that are ``activations``."""
     value = example_of(node)
     if not isinstance(value, Tensor) or value.ndim != len(rows) + 1:
         return False
     if not all(same_size(a, b) for a, b in zip(value.shape, rows, strict=False)):
         return False
-    if node.target is torch.nn.functional.linear:
-        return len(node.args) > 0 and set(node.all_input_nodes) & activations == {node.args[0]}
-    pointwise = all(
-        op is aten._to_copy.default or torch.Tag.pointwise in op.tags for op in ops_of(node) or ()
-    )
+    if is_head_product(node, activations):
+        return True
+    ops = ops_of(node)
+    pointwise = ops is not None and all(map(_is_pointwise, ops))
     others = [example_of(other) for other in node.all_input_nodes if other not in activations]
     # A tensor with at most one dim broadcasts along the last dim, the same for every row.
     return pointwise and all(not isinstance(other, Tensor) or other.ndim <= 1 for other in others)
+
+
+def _is_pointwise(op: Any) -> bool:
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        return False
+    return op is aten._to_copy.default or torch.Tag.pointwise in op.tags
+
+
+def is_head_product(node: Node, activations: set[Node]) -> bool:
+    """Whether ``node`` multiplies the rows of one of ``activations`` with a matrix."""
+    if not node.args or set(node.all_input_nodes) & activations != {node.args[0]}:
+        return False
+    if node.target is torch.nn.functional.linear:
+        return True
+    matrix = value_of(argument_of(node, 1, "other"))
+    return is_call(node, "matmul", "mm") and matrix is not None and matrix.ndim == 2
 
 
 def extract(frontier: Frontier, owner: GraphModule) -> GraphModule:

@@ -1,6 +1,6 @@
 """The ``torch.compile`` backend.
 
-Dynamo graph   normalize_attention, defer_outputs
+Dynamo graph   normalize_attention, defer_outputs, slice_early
 AOTAutograd    traces the joint graph, whose partitioner is `passes.pipeline.stream`
 run            loops with compiled bodies, glue op by op
 """
@@ -32,6 +32,7 @@ from .passes.lower import lower
 from .passes.normalize_attention import normalize_attention
 from .passes.partition import split
 from .passes.pipeline import History, Settings, stream
+from .passes.slice_early import slice_early
 from .report import Report, record
 
 log = logging.getLogger("streambp_fx")
@@ -97,6 +98,8 @@ class Compilation:
             graph_module, example_inputs, keep_outputs=self.options.keep_outputs
         )
         self.history.keep("defer_outputs", graph_module)
+        slice_early(graph_module)
+        self.history.keep("slice_early", graph_module)
         self.returned = len(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]
         self.roles = _input_roles(graph_module, example_inputs)
         compiler = aot_autograd(
