@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
 PACKAGES = ("streambp-fx", "torch", "transformers", "triton")
+
+
+ROOT = Path(__file__).parent.parent
 
 
 def describe(device: str) -> dict[str, object]:
@@ -26,6 +30,28 @@ def describe(device: str) -> dict[str, object]:
         facts["gpu"] = torch.cuda.get_device_name(device)
         facts["cuda"] = torch.version.cuda
     return facts
+
+
+def commit() -> str | None:
+    """The commit that is checked out, with "+" if files differ from it; ``None`` outside git.
+
+    Results do not count as files: a run writes them as it goes on.
+    """
+    found = _git("rev-parse", "--short", "HEAD")
+    if not found:
+        return None
+    return found + ("+" if _git("status", "--porcelain", "--", ".", ":!benchmarks/results") else "")
+
+
+def _git(*arguments: str) -> str | None:
+    """What git prints of this checkout; ``None`` where it fails or is not there."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+    except FileNotFoundError:
+        return None
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
 def _processor() -> str:

@@ -6,7 +6,8 @@
 At a fixed length, layers and head in 1, 2, 4 ... 64 chunks: each buffer by name as the memory model
 has it, the peak that it predicts beside the measured one, and the error of the gradients against
 fp64 beside that of other orders of the same additions. The model is the reference benchmark's, at
-half the width. Writes benchmarks/results/memory_by_chunks.json.
+half the width. A run of all that writes benchmarks/results/memory_by_chunks.json, another one the
+file that ``--name`` says, if any.
 """
 
 from __future__ import annotations
@@ -37,9 +38,11 @@ from streambp_fx.passes.body import Ref
 from streambp_fx.passes.loops import StreamLoop
 from streambp_fx.passes.pipeline import History
 
-from .machine import describe
+from .machine import commit, describe
 
-RESULTS = Path(__file__).parent / "results" / "memory_by_chunks.json"
+RESULTS = Path(__file__).parent / "results"
+WHOLE = "memory_by_chunks"
+TOKENS = 2048
 LAYERS, WIDTH, VOCABULARY, HEADS = 4, 256, 8192, 4
 CHUNKS = (1, 2, 4, 8, 16, 32, 64)
 ORDERS = 5
@@ -267,14 +270,21 @@ def verdict(sizes: list[int], chunks: list[int]) -> str:
 
 
 def main(
-    tokens: Annotated[int, typer.Option(min=2, help="Length of the sequence.")] = 2048,
+    tokens: Annotated[int, typer.Option(min=2, help="Length of the sequence.")] = TOKENS,
     chunks: Annotated[list[int] | None, typer.Option(min=1, help="Repeatable.")] = None,
     compile_bodies: Annotated[
         bool, typer.Option(help="Compile loop bodies with Inductor, as the backend does.")
     ] = True,
+    name: Annotated[
+        str | None,
+        typer.Option(help=f"Name of the results file; without options, {WHOLE}, else none."),
+    ] = None,
 ) -> None:
     """Measure, and print the tables of docs/memory.md."""
+    if name is None and tokens == TOKENS and not chunks and compile_bodies:
+        name = WHOLE
     progress = Console(stderr=True)
+    made_at = commit()
     benchmark = Benchmark(tokens, compile_bodies)
     counts = sorted(chunks or CHUNKS)
     rows = [
@@ -283,6 +293,7 @@ def main(
     ]
     report = {
         "machine": describe("cpu"),
+        "commit": made_at,
         "model": {"layers": LAYERS, "width": WIDTH, "vocabulary": VOCABULARY, "heads": HEADS},
         "tokens": tokens,
         "compile_bodies": compile_bodies,
@@ -290,7 +301,8 @@ def main(
         "eager": asdict(benchmark.reordered(1)),
         "random_orders": {key: asdict(value) for key, value in benchmark.orders().items()},
     }
-    RESULTS.write_text(json.dumps(report, indent=2) + "\n")
+    if name is not None:
+        (RESULTS / f"{name}.json").write_text(json.dumps(report, indent=2) + "\n")
     print_tables(report, Console())
 
 

@@ -22,6 +22,8 @@ from streambp_fx.explaining.peers import CHECKPOINTING, EAGER
 from streambp_fx.planning import Setting, plan
 from streambp_fx.planning.plan import STREAMED
 
+from .machine import commit, describe
+
 RESULTS = Path(__file__).parent / "results" / "paper_lengths.json"
 RANK = 16
 GROUP = 8
@@ -87,7 +89,8 @@ def lines() -> list[Line]:
 
 
 def planned(line: Line, console: Console) -> dict[str, Any]:
-    """The plan of one line, as it goes into the results."""
+    """The plan of one line, as it goes into the results: lines may be of different versions."""
+    made_with = {"machine": describe("cpu"), "commit": commit()}
     with console.status(str(line)) as status:
         found = plan(
             f"Qwen3-{line.size.split()[0]}",
@@ -97,7 +100,7 @@ def planned(line: Line, console: Console) -> dict[str, Any]:
             on_progress=lambda done, text: status.update(f"{line}: {text}"),
         )
     ways = {way.way: {"longest": way.longest, "terms": dict(way.terms)} for way in found.ways}
-    return {**asdict(line), "ways": ways}
+    return {**asdict(line), **made_with, "ways": ways}
 
 
 def main(

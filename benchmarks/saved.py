@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from .machine import describe
+from .machine import commit, describe
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -20,11 +20,16 @@ Job = dict[str, Any]
 
 @dataclass
 class Saved:
-    """Measurements of jobs, each with its ``result``, or ``failure``, why there is none."""
+    """Measurements of jobs, each with its ``result``, or ``failure``, why there is none.
+
+    Each has the ``commit`` that was checked out when it began, as of `machine.commit`: files grow
+    over many commits. Measurements that were made before this was recorded have none.
+    """
 
     path: Path
     machine: dict[str, Any]
     measurements: list[dict[str, Any]] = field(default_factory=list)
+    began_at: str | None = field(default_factory=commit)
 
     @classmethod
     def open(cls, name: str, machine: dict[str, Any]) -> Saved:
@@ -60,7 +65,8 @@ class Saved:
 
     def add(self, job: Job, result: dict[str, Any] | None, failure: str | None) -> None:
         """Record what came of ``job``, in place of what is there of it, and write the file."""
-        entry = {"job": job, "result": result, "failure": failure}
+        entry = {"job": job, "commit": self.began_at, "result": result, "failure": failure}
+        self.began_at = commit()  # the next one begins now
         for index, measured in enumerate(self.measurements):
             if measured["job"] == job:
                 self.measurements[index] = entry
