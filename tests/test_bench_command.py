@@ -55,6 +55,7 @@ def test_each_way_is_measured_at_each_length(config: str, tmp_path: Path) -> Non
     assert code == 0
     report = json.loads(output)
     assert report == json.loads(written.read_text())
+    assert (report["layers"], report["dtype"], report["batch"]) == (2, "fp32", 1)
     rows = {(row["way"], row["tokens"]): row for row in report["measurements"]}
     assert list(rows) == [("eager", 17), ("eager", 200), ("gc", 17), ("gc", 200)]
     assert all(row["seconds"]["median"] > 0 and row["first"] > 0 for row in rows.values())
@@ -87,10 +88,16 @@ def test_a_failure_is_a_row_and_only_the_streamed_steps_fails_the_command(
     monkeypatch.setattr(command, "model_with_random_weights", remembered)
     monkeypatch.setattr(command, "prepare", failing(way, lambda **inputs: models[-1](**inputs)))
     lengths = ["--tokens", "200", "--tokens", "17", "--rounds", "1"]
-    code, output = run(config, *ways(way, "eager"), *lengths)
+    code, output = run(config, *ways(way, "eager"), *lengths, "--layers", "1", "--batch", "2")
     assert code == expected
+    assert ": 1 layers, fp32, 2 rows" in " ".join(output.split())
     lines = [line for line in output.splitlines() if " 17 " in line or " 200 " in line]
     assert ["failed" in line for line in lines] == [True, False, False, False]
+
+
+def test_the_help_says_what_is_measured_by_default() -> None:
+    text = " ".join(CliRunner().invoke(cli.app, ["bench", "--help"]).stdout.split())
+    assert "1024, 2048, 4096" in text and "(all)" in text
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
+from rich.console import Console, Group
 from rich.markup import escape
-from rich.table import Table
 
 from ..demo import VARIANTS, allocate_gradients, prepare, reason, training_step
 from ..measure import Quartiles, memory_use, step_time
+from .layout import plain_table, titled
 from .program import (
     Config,
     DType,
@@ -52,12 +52,22 @@ class Measured:
 
 def bench_command(
     config: Config,
-    tokens: Annotated[list[int] | None, typer.Option(min=2, help="Lengths; repeatable.")] = None,
+    tokens: Annotated[
+        list[int] | None,
+        typer.Option(
+            min=2, help="A length; repeatable.", show_default=", ".join(map(str, LENGTHS))
+        ),
+    ] = None,
     way: Annotated[
-        list[str] | None, typer.Option(help=f"Of {', '.join(VARIANTS)}; repeatable.")
+        list[str] | None,
+        typer.Option(
+            help="One of eager, gc (gradient checkpointing), compile (torch.compile) and streambp; "
+            "repeatable.",
+            show_default="all",
+        ),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
-    rounds: Annotated[int, typer.Option(min=1, help="Timed steps.")] = 5,
+    rounds: Annotated[int, typer.Option(min=1, help="Timed steps of a way at a length.")] = 5,
     layers: Layers = None,
     dtype: DType = "fp32",
     device: Annotated[str, typer.Option(help=f"One of {', '.join(DEVICES)}.")] = "cpu",
@@ -66,14 +76,16 @@ def bench_command(
 ) -> None:
     """Measure a training step of a model with random weights, on this machine.
 
-    A way that runs out of memory at one length is shown as failed, and the others go on.
+    A way that runs out of memory at one length is shown as failed, and the others
+    go on. The first calls of compile and of streambp compile, which can take
+    minutes; their seconds are shown apart.
 
     \b
         streambp bench path/to/config.json --layers 2 --tokens 1024 --tokens 4096
         streambp bench Qwen3-4B --dtype bf16 --device cuda --way gc --way streambp
 
-    Exits with 1 if the streamed step failed, with 2 if an argument is wrong or something that is
-    needed is not installed.
+    Exits with 0 if the streamed step was measured, with 1 if it failed, with 2 if
+    an argument is wrong or something that is needed is not installed.
     """
     wanted = dtype_of(dtype)
     ways = list(way or VARIANTS)
@@ -102,15 +114,15 @@ def bench_command(
                 )
             del model
             _free(device)
-    report = json.dumps(
-        {"config": config, "measurements": [asdict(row) for row in found]}, indent=2
-    )
+    step = {"config": config, "layers": loaded.num_hidden_layers, "dtype": dtype, "batch": batch}
+    report = json.dumps(step | {"measurements": [asdict(row) for row in found]}, indent=2)
     if output is not None:
         output.write_text(report + "\n")
     if as_json:
         typer.echo(report)
     else:
-        Console().print(_table(found, f"One training step of {config}, {dtype}"))
+        title = f"One training step of {config}: {loaded.num_hidden_layers} layers, {dtype}"
+        Console().print(_table(found, title if batch == 1 else f"{title}, {batch} rows"))
     if any(row.failure is not None for row in found if row.way == "streambp"):
         raise typer.Exit(1)
 
@@ -144,16 +156,8 @@ def _free(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def _table(rows: list[Measured], title: str) -> Table:
-    table = Table(
-        title=escape(title),
-        title_justify="left",
-        caption="Peak: bytes above the step's start, gradients allocated. Seconds: median and "
-        "quartiles of warm steps. First: seconds of the first call, with compiling.",
-    )
-    table.add_column("step", no_wrap=True)
-    for heading in ("tokens", "peak MiB", "seconds", "first s"):
-        table.add_column(heading, justify="right")
+def _table(rows: list[Measured], title: str) -> Group:
+    table = plain_table("step", "tokens", "peak MiB", "seconds", "first s")
     for row in rows:
         cells = [escape(VARIANTS[row.way]), str(row.tokens)]
         if row.peak is None or row.seconds is None or row.first is None:
@@ -162,4 +166,9 @@ def _table(rows: list[Measured], title: str) -> Table:
         spent = row.seconds
         spread = f"{spent.median:.3f} ({spent.lower:.3f} to {spent.upper:.3f})"
         table.add_row(*cells, f"{row.peak / MIB:.1f}", spread, f"{row.first:.1f}")
-    return table
+    return titled(
+        title,
+        table,
+        "Peak: bytes above the step's start, gradients allocated. Seconds: median and "
+        "quartiles of warm steps. First: seconds of the first call, with compiling.",
+    )

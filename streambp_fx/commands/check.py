@@ -44,15 +44,17 @@ def check_command(
 ) -> None:
     """Compare loss and gradients of one step, streamed and unstreamed, in two precisions.
 
-    The model gets random weights and runs on the CPU, without dropout, in float64 too: take few
-    layers of a large one. Without --chunk-size, three chunks are tried.
+    The model gets random weights and runs on the CPU, without dropout, in float64
+    too: take few layers of a large one. Loop bodies are compiled first, which can
+    take minutes; --no-compile-bodies checks the same loops without it. Without
+    --chunk-size, three chunks are tried.
 
     \b
-        streambp check path/to/config.json --layers 2
-        streambp check path/to/config.json --dtype bf16 --tokens 300 --chunk-size 64 --json
+        streambp check path/to/config.json --layers 2 --no-compile-bodies
+        streambp check path/to/config.json --dtype bf16 --chunk-size 64 --json
 
-    Exits with 0 if loss and gradients are right, with 1 if one is not, with 2 if an argument is
-    wrong or something that is needed is not installed.
+    Exits with 0 if loss and gradients are right, with 1 if one is not, with 2 if
+    an argument is wrong or something that is needed is not installed.
     """
     wanted = dtype_of(dtype)
     model = model_with_random_weights(read_config(config, layers), wanted)

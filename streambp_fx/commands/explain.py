@@ -45,8 +45,8 @@ def explain_command(
     compare: Annotated[
         str,
         typer.Option(
-            help=f"Ways to predict the peak of as well: of {', '.join(WAYS)}, with commas "
-            "between, or none. 'compile' takes longest."
+            help=f"Other ways whose peak is predicted too: any of {', '.join(WAYS)}, separated by "
+            "commas, or none. 'compile' takes longest."
         ),
     ] = ",".join(WAYS),
     html: Annotated[
@@ -67,22 +67,27 @@ def explain_command(
         typer.Option(help="Write the Triton sources of the loop bodies into this folder."),
     ] = None,
     target: Annotated[
-        str, typer.Option(help=f"GPU that they are for: one of {', '.join(sorted(TARGETS))}.")
+        str,
+        typer.Option(
+            help=f"With --triton, the GPU that the sources are for: {', '.join(sorted(TARGETS))}."
+        ),
     ] = "h200",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not tables.")] = False,
 ) -> None:
     """Show the loops, barriers, proofs and predicted memory of a training step.
 
-    Nothing is run and no weight is allocated: an 8B configuration takes seconds to minutes. The
-    step is the one of a training loop, model(input_ids=ids, labels=ids).loss.backward().
+    Nothing is run and no weight is allocated: an 8B configuration takes seconds
+    to minutes. The step is the one of a training loop,
+    model(input_ids=ids, labels=ids).loss.backward().
 
     \b
         streambp explain Qwen3-8B --tokens 16384 --html report.html
         streambp explain path/to/config.json --layers 4 --compare none --json
         streambp explain Qwen3-8B --layers 2 --target h200 --triton kernels/
 
-    Exits with 0 if all that grows with the sequence is streamed, with 1 if something is not, with
-    2 if an argument is wrong or something that is needed is not installed.
+    Exits with 0 if all that grows with the sequence is streamed, with 1 if
+    something is not, with 2 if an argument is wrong or something that is needed
+    is not installed.
     """
     ways = _ways(compare)
     if plot is not None:

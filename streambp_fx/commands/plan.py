@@ -13,11 +13,12 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from ..planning import BUNDLED, ConfigError, Plan, PlanningError, Setting, plan
+from ..planning.models import load_config
 from ..planning.plot import save_plot
 from ..planning.setting import DTYPES, GIB, OBJECTIVES, OPTIMIZERS
+from .layout import plain_table, titled
 from .program import check_folder
 
 _NAMES = ", ".join(BUNDLED)
@@ -32,11 +33,21 @@ def plan_command(
     ],
     memory: Annotated[float, typer.Option(help="Memory of the GPU, GiB.")] = Setting.memory_gib,
     reserve: Annotated[
-        float, typer.Option(help="Of it, what is not for tensors, GiB.")
+        float,
+        typer.Option(
+            help="Part of --memory that tensors can not have, GiB: the CUDA context and libraries' "
+            "workspaces."
+        ),
     ] = Setting.reserve_gib,
-    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = Setting.dtype,
+    dtype: Annotated[
+        str,
+        typer.Option(help=f"Of weights, activations and gradients: one of {', '.join(DTYPES)}."),
+    ] = Setting.dtype,
     lora: Annotated[
-        int | None, typer.Option(help="Rank of adapters on a frozen base; full training without.")
+        int | None,
+        typer.Option(
+            help="Rank of LoRA adapters on a frozen base; without it, all parameters are trained."
+        ),
     ] = None,
     objective: Annotated[
         str, typer.Option(help=f"One of {', '.join(OBJECTIVES)}.")
@@ -44,28 +55,48 @@ def plan_command(
     batch: Annotated[
         int, typer.Option(help="Sequences, pairs or groups in a step.")
     ] = Setting.batch,
-    group: Annotated[int, typer.Option(help="Completions in a GRPO group.")] = Setting.group,
+    group: Annotated[int, typer.Option(help="Completions in a group, for grpo.")] = Setting.group,
     optimizer: Annotated[
-        str, typer.Option(help=f"Whose states are resident: one of {', '.join(OPTIMIZERS)}.")
+        str,
+        typer.Option(
+            help="Optimizer whose states are in the GPU's memory during the step: one of "
+            f"{', '.join(OPTIMIZERS)}."
+        ),
     ] = Setting.optimizer,
     keep_gradients: Annotated[
-        bool, typer.Option(help="Gradients of earlier micro-batches are there at the start.")
+        bool,
+        typer.Option(
+            help="Plan for gradient accumulation: gradients of an earlier micro-batch are in "
+            "memory when the step starts."
+        ),
     ] = Setting.keeps_gradients,
     chunk_size: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a row in a layer's chunk.")
+        int | None,
+        typer.Option(min=1, help="Tokens of a row in a layer's chunk; chosen by default."),
     ] = None,
     head_chunk_size: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of a row in the head's chunk.")
+        int | None,
+        typer.Option(min=1, help="Tokens of a row in the head's chunk; chosen by default."),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Write peak against length to this picture.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not tables.")] = False,
 ) -> None:
-    """Find the longest sequence that fits, without a GPU and without weights.
+    """Find the longest sequence that fits on a GPU, without a GPU and without weights.
 
-    Exits with 2 if an argument is wrong or something that is needed is not installed, with 1 if the
-    model can not be planned for.
+    It is found for eager, gradient checkpointing and this backend, and shown in
+    tokens of a row, with the peak that it takes and with what is alive at that
+    peak. The two chunk sizes are those to give to the backend as its options.
+    A plan takes up to some minutes.
+
+    \b
+        streambp plan Qwen3-8B --memory 80
+        streambp plan path/to/config.json --memory 24 --lora 16 --objective dpo
+        streambp plan Llama-3.1-8B --objective grpo --optimizer adamw --json
+
+    Exits with 0 if there is a plan, with 1 if the model can not be planned for,
+    with 2 if an argument is wrong or something that is needed is not installed.
     """
     progress = Console(stderr=True)
     for needed, extra in (("transformers", "transformers"), ("matplotlib", "plot")):
@@ -77,6 +108,7 @@ def plan_command(
         setting = Setting(
             memory, reserve, dtype, lora, objective, batch, group, optimizer, keep_gradients
         )
+        load_config(model)  # a wrong name is told before there is a progress bar to leave behind
         found = _planned(model, setting, chunk_size, head_chunk_size, progress)
         if plot is not None:
             save_plot(found, plot)
@@ -119,10 +151,7 @@ def _planned(
 
 def print_plan(found: Plan, console: Console) -> None:
     """The longest sequences, and what is alive at each one's peak."""
-    longest = Table(title=f"{found.model}, {found.setting}", title_justify="left")
-    longest.add_column("way")
-    for heading in ("longest, tokens", "peak GiB", "chunk_size", "head_chunk_size"):
-        longest.add_column(heading, justify="right")
+    longest = plain_table("way", "longest, tokens", "peak GiB", "chunk_size", "head_chunk_size")
     for way in found.ways:
         longest.add_row(
             way.way,
@@ -131,15 +160,12 @@ def print_plan(found: Plan, console: Console) -> None:
             str(way.chunk_size or "-"),
             str(way.head_chunk_size or "-"),
         )
-    console.print(longest)
-    terms = Table(title="What is alive at that peak, GiB", title_justify="left")
-    terms.add_column("term")
-    for way in found.ways:
-        terms.add_column(way.way, justify="right")
+    console.print(titled(f"{found.model}, {found.setting}", longest))
+    terms = plain_table("term", *(way.way for way in found.ways))
     for name in dict.fromkeys(name for way in found.ways for name in way.terms):
         sizes = [way.terms.get(name, 0) for way in found.ways]
         terms.add_row(name, *(f"{size / GIB:.3f}" if size else "-" for size in sizes))
-    console.print(terms)
+    console.print(titled("What is alive at that peak, GiB", terms))
     console.print(
         f"{found.parameters:,} parameters, {found.trained:,} trained; traced at "
         f"{' and '.join(map(str, found.traced))} of {found.layers} layers",

@@ -24,14 +24,22 @@ Config = Annotated[
 ]
 Layers = Annotated[int | None, typer.Option(min=1, help="Take only so many of the model's layers.")]
 ChunkSize = Annotated[
-    int | None, typer.Option(min=1, help="Tokens of a row that the layers' loops take at once.")
+    int | None,
+    typer.Option(
+        min=1,
+        help="Tokens of a row that a loop takes at once: of the layers and, without "
+        "--head-chunk-size, of the head too.",
+    ),
 ]
 HeadChunkSize = Annotated[
-    int | None, typer.Option(min=1, help="Tokens of a row that the head's loop takes at once.")
+    int | None, typer.Option(min=1, help="The same for the loop of the head and the loss alone.")
 ]
 CompileBodies = Annotated[
     bool,
-    typer.Option(help="Loop bodies through Inductor, as by default, or op by op, which is faster."),
+    typer.Option(
+        help="Loop bodies compiled by Inductor, as in training, or op by op: faster to start, "
+        "slower to run."
+    ),
 ]
 DType = Annotated[
     str, typer.Option(help=f"Of weights and activations: one of {', '.join(DTYPES)}.")
