@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import streambp_fx
 from streambp_fx import cli, demo
 from streambp_fx.commands import demo as command
 from streambp_fx.demo import VARIANTS, Demo, DemoConfig, Row
@@ -63,6 +65,14 @@ def test_a_failed_step_fails_and_says_why(monkeypatch: pytest.MonkeyPatch) -> No
     assert 'backend="streambp" failed: ValueError: no [sequence] axis' in " ".join(output.split())
 
 
+def test_the_table_has_no_box_and_its_meaning_on_the_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, output = run_demo(monkeypatch, RIGHT)
+    lines = output.splitlines()
+    assert lines[0].startswith("One training step: 4 layers") and lines[1].startswith("Peak: bytes")
+    (streamed,) = (line for line in lines if line.startswith('backend="streambp" '))
+    assert streamed.split()[1:] == ["20.0", "0.95", "(0.80", "to", "1.00)", "9.0", "2.0e-06"]
+
+
 def test_another_row_may_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     failed = Row("compile", failure="RuntimeError: no C++ compiler")
     code, output = run_demo(monkeypatch, RIGHT | {"compile": failed})
@@ -86,6 +96,30 @@ def test_without_transformers_the_demo_says_what_to_install(
     result = CliRunner().invoke(cli.app, ["demo"])
     assert result.exit_code == 2
     assert "pip install 'streambp-fx[transformers]'" in result.stderr
+
+
+def test_the_version_is_told() -> None:
+    result = CliRunner().invoke(cli.app, ["--version"])
+    assert result.exit_code == 0 and result.stdout.strip() == streambp_fx.__version__
+
+
+def test_the_help_has_an_example_of_each_command_in_one_order() -> None:
+    lines = CliRunner().invoke(cli.app, ["--help"]).stdout.splitlines()
+    examples = [line.split()[1] for line in lines if line.split()[:1] == ["streambp"]]
+    assert examples == ["demo", "explain", "check", "plan", "bench"]
+
+
+@pytest.mark.parametrize(("users", "expected"), [(None, cli.LEVEL_OF_NOTHING), ("2", "2")])
+def test_the_profiler_is_silent_unless_the_user_asks_it_to_speak(
+    monkeypatch: pytest.MonkeyPatch, users: str | None, expected: str
+) -> None:
+    seen: list[str | None] = []
+    monkeypatch.setattr(cli, "app", lambda: seen.append(os.environ.get("KINETO_LOG_LEVEL")))
+    monkeypatch.setenv("KINETO_LOG_LEVEL", users or "")
+    if users is None:
+        monkeypatch.delenv("KINETO_LOG_LEVEL")
+    cli.main()
+    assert seen == [expected]
 
 
 @pytest.mark.parametrize("arguments", [("--tokens", "1"), ("--layers", "0"), ("--rank", "3")])
@@ -139,3 +173,4 @@ def test_the_demo_runs() -> None:
     report = json.loads(done.stdout)
     assert report["ok"] is True
     assert all(row["failure"] is None for row in report["rows"])
+    assert "profiler_start" not in done.stderr

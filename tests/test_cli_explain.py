@@ -152,7 +152,7 @@ def test_check_exits_with_1_where_a_gradient_is_wrong(
     assert result.exit_code == 1 and "FAILED" in result.stdout
 
 
-@pytest.mark.parametrize("name", ["explain", "check"])
+@pytest.mark.parametrize("name", ["demo", "explain", "check", "plan", "bench"])
 def test_help_teaches(name: str) -> None:
     text = " ".join(run(name, "--help").stdout.split())
     assert f"streambp {name} " in text and "Exits with 0" in text and "with 2 if" in text
