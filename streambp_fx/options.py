@@ -24,9 +24,10 @@ class Options:
     """What ``torch.compile(..., backend="streambp", options={...})`` accepts.
 
     chunk_size
-        Tokens of each row in one chunk of the layers' loops; ``None`` chooses from the shapes.
+        Tokens of each row in one chunk of the layers' loops, and of the head's where
+        ``head_chunk_size`` is ``None``; ``None`` chooses from the shapes.
     head_chunk_size
-        The same for the loop that holds the logits.
+        The same for the loop that holds the logits alone; ``None`` takes ``chunk_size``'s.
     accumulation_dtype
         Dtype of sums over chunks of bf16 and fp16 values; ``None`` sums in the values' own dtype.
     on_barrier
