@@ -98,6 +98,14 @@ class Page:
             place = {"x": x, "y": y, "button": "left", "clickCount": 1}
             self.call("Input.dispatchMouseEvent", type=kind, **place)
 
+    def resize(self, width: int | None) -> None:
+        """Make the window so many pixels wide; ``None`` for its first size."""
+        if width is None:
+            self.call("Emulation.clearDeviceMetricsOverride")
+        else:
+            size = {"width": width, "height": 1000, "deviceScaleFactor": 1, "mobile": False}
+            self.call("Emulation.setDeviceMetricsOverride", **size)
+
     def point_at(self, x: float, y: float) -> None:
         """Move the mouse to a place in the window."""
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)

@@ -99,8 +99,39 @@ def test_a_loop_opens_and_shows_its_body(page: Page, explained: Explanation) -> 
     shown = page.value(f"document.querySelector('{loop} .inside').innerText")
     assert "Why this order is valid" in shown
     assert re.search(r"v0 = aten\.\w+", shown) and "[2, c, " in shown
+    assert nothing_is_cut(page, f"{loop} *")
     page.click(f"{loop} > summary")
     wait_for(page, f"!document.querySelector('{loop}').open")
+
+
+def nothing_is_cut(page: Page, selector: str) -> bool:
+    """Whether all that is in the elements is seen without scrolling them."""
+    cut = "(e) => e.scrollWidth > e.clientWidth + 1 && getComputedStyle(e).display !== 'inline'"
+    return page.value(f"![...document.querySelectorAll({json.dumps(selector)})].some({cut})")
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [420, 1000])
+def test_the_page_is_as_wide_as_its_window(page: Page, width: int) -> None:
+    page.resize(width)
+    assert page.value("document.documentElement.scrollWidth") <= width
+    page.resize(None)
+
+
+@needs_browser
+def test_an_axis_has_round_steps_of_one_unit(page: Page) -> None:
+    plots = "[...document.querySelectorAll('.plot')]"
+    label = "t.getAttribute('text-anchor') === 'end'"
+    for labels in page.value(
+        f"{plots}.map((p) => [...p.querySelectorAll('text')].filter((t) => {label})"
+        ".map((t) => t.textContent))"
+    ):
+        first, *others = labels
+        assert first == "0" and len(others) >= 2
+        assert len({text.split()[1] for text in others}) == 1
+        sizes = [float(text.split()[0]) for text in others]
+        assert f"{sizes[0]:e}"[:5] in ("1.000", "2.000", "5.000")
+        assert sizes == pytest.approx([sizes[0] * number for number in range(1, len(sizes) + 1)])
 
 
 @needs_browser
@@ -113,9 +144,16 @@ def test_layers_with_equal_bodies_are_folded_until_asked_for(page: Page) -> None
 
 @needs_browser
 def test_barriers_are_red_and_at_their_place(page: Page, explained: Explanation) -> None:
-    assert explained.barriers
-    assert count(page, "#main > .barrier") == len(explained.barriers)
-    assert count(page, ".layers .barrier") == len(explained.barriers)
+    forward = sum(not barrier.backward for barrier in explained.barriers)
+    assert forward == 2 and len(explained.barriers) == 6
+    assert count(page, ".cell.forward .barrier") == forward
+    assert count(page, ".cell.backward .barrier") == 4
+    assert count(page, ".barrier") == len(explained.barriers)  # each is told once
+    # The head's loops are the first that read them, in both directions.
+    assert count(page, "#loop-segment6 ~ .barrier") == forward
+    assert count(page, "#loop-stage7_1 ~ .barrier") == 4
+    assert count(page, ".barrier ~ #loop-stage7_0") == 1
+    assert "2 in forward and 4 in backward" in page.value("document.getElementById('known').innerText")
     color = "getComputedStyle(document.querySelector('.layers .barrier')).color"
     assert page.value(color) == "rgb(179, 38, 30)"
     shown = page.value("document.querySelector('.layers .barrier').innerText")
@@ -144,8 +182,38 @@ def test_the_timeline_tells_what_is_pointed_at(page: Page, tmp_path: Path) -> No
 
 
 @needs_browser
+def test_the_step_ends_with_what_it_began_with(page: Page) -> None:
+    ends = page.value("data.courses.map((course) => course.bytes.at(-1) / data.peak.bytes)")
+    assert len(ends) == 2 and all(end < 0.05 for end in ends)
+
+
+@needs_browser
+def test_a_legend_has_what_is_in_the_picture(page: Page) -> None:
+    shown = page.value("document.querySelectorAll('#after svg polygon').length")
+    assert page.value("document.querySelectorAll('.panel .legend')[0].childElementCount") == shown
+    most = page.value(
+        "Object.keys(data.colors).map((term) => Math.max(...data.timeline.map("
+        "(moment) => moment.terms[term] || 0)) / data.peak.bytes)"
+    )
+    assert min(most) > 1 / 300
+
+
+@needs_browser
 def test_nothing_is_fetched(page: Page) -> None:
     assert page.requests and all(url.startswith("file:") for url in page.requests)
+    assert page.problems == []
+
+
+@needs_browser
+def test_a_fused_head_says_where_its_backward_is(page: Page, tmp_path: Path) -> None:
+    ids = torch.zeros(2, 50, dtype=torch.int64)
+    options = {"chunk_size": 16, "compile_bodies": False}
+    fused = streambp_fx.explain(NanoGPT(layers=1), ids, ids, options=options, peers=())
+    assert fused.graphs[0].head_fused
+    page.open(fused.to_html(tmp_path / "fused.html"))
+    (head,) = [region.name for region in fused.graphs[0].regions if region.head]
+    note = page.value("document.querySelector('.cell.backward .note').innerText")
+    assert f"Runs in the loop of its forward, {head}" in note
     assert page.problems == []
 
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..passes.barrier import Barrier
 from .regions import Region
 from .step_memory import Moment
+from .terms import Term
 
 if TYPE_CHECKING:
     from .explanation import ExplainedGraph, Explanation
 
 COURSE_POINTS = 600
 """How many points of a course of memory a reader is given at most."""
+VISIBLE = 1 / 300
+"""The share of a picture's height below which nothing is seen of a term."""
 
 
 def as_data(explanation: Explanation) -> dict[str, Any]:
@@ -68,13 +72,28 @@ def dtype_name(dtype: object) -> str | None:
 
 
 def changing_moments(explanation: Explanation) -> list[Moment]:
-    """The moments of all graphs in order, without those at which memory is as it was before."""
+    """The moments of all graphs in order, without those at which memory is as it was before.
+
+    A step ends with what it began with: the gradients that backward returned have been added to
+    those of the parameters, which count nothing.
+    """
     found: list[Moment] = []
     for graph in explanation.graphs:
-        for moment in graph.memory.moments:
+        moments = graph.memory.moments
+        end = [Moment("the end", True, ())] if moments and moments[-1].backward else []
+        for moment in [*moments, *end]:
             if not found or moment.terms() != found[-1].terms():
                 found.append(moment)
     return found
+
+
+def visible_terms(moments: Sequence[Moment]) -> list[Term]:
+    """The terms that a picture of ``moments`` shows: others are thinner than a line."""
+    highest = max((moment.nbytes for moment in moments), default=0)
+    most = Counter[Term]()
+    for moment in moments:
+        most |= Counter(moment.terms())
+    return [term for term in Term if most[term] > VISIBLE * highest]
 
 
 def thinned(course: Sequence[int], points: int = COURSE_POINTS) -> list[int]:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import html
 import json
+from collections import deque
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from ..passes.loops import StreamLoop
 from ..passes.placement import source_of
-from .data import as_data, changing_moments, thinned
+from .data import as_data, changing_moments, thinned, visible_terms
 from .plots import COLORS, OURS, PEER_COLORS
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def _page_data(explanation: Explanation) -> dict[str, Any]:
     courses = explanation.peer_courses.items()
     moments = changing_moments(explanation)
     return data | {
-        "colors": {str(term): color for term, color in COLORS.items()},
+        "colors": {str(term): COLORS[term] for term in visible_terms(moments)},
         "timeline": [
             {
                 "at": moment.node,
@@ -64,17 +65,23 @@ def _page_data(explanation: Explanation) -> dict[str, Any]:
 
 
 def _places(graph: ExplainedGraph) -> list[str | None]:
-    """For each barrier, the loop after which its op runs; ``None`` if that is not known.
+    """For each barrier, the loop of its direction after which it runs; ``None`` if not known.
 
-    An op between loops before any of them is said to run after ``""``.
+    Before the first loop of a direction that is ``""``.
     """
-    found: dict[tuple[str, str], str] = {}
-    last = ""
+    places: dict[tuple[str, str, bool], deque[str]] = {}
     for name in ("forward", "backward"):
-        graph_module = graph.graphs.get(name)
+        graph_module, last = graph.graphs.get(name), ""
         for node in graph_module.graph.nodes if graph_module is not None else ():
             if isinstance(node.target, StreamLoop):
                 last = node.meta["loop"].name
             elif node.op == "call_function":
-                found.setdefault((str(node.target), source_of(node)), last)
-    return [found.get((barrier.op, barrier.source)) for barrier in graph.barriers]
+                key = (str(node.target), source_of(node), name == "backward")
+                places.setdefault(key, deque()).append(last)
+    found: list[str | None] = []
+    for barrier in graph.barriers:
+        # Nodes have other names after the rewrite. What one line makes in several layers, or
+        # several times, is in the order in which the barriers were found.
+        alike = places.get((barrier.op, barrier.source, barrier.backward))
+        found.append(alike.popleft() if alike else None)
+    return found

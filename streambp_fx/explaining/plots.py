@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .data import changing_moments, thinned
+from .data import changing_moments, thinned, visible_terms
 from .terms import Term
-from .units import bytes_text
+from .units import bytes_text, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
     from .explanation import Explanation
 
-MIB = 2**20
 # Okabe and Ito's colours, which those with colour blindness can tell apart, and two greys.
 COLORS = {
     Term.LAYER_INPUTS: "#0072b2",
@@ -56,8 +55,10 @@ def _plot_terms(axes: Axes, explanation: Explanation) -> None:
     moments = changing_moments(explanation)
     places = range(len(moments))
     by_term = [moment.terms() for moment in moments]
-    terms = [term for term in Term if any(term in terms for terms in by_term)]
-    heights = [[terms.get(term, 0) / MIB for terms in by_term] for term in terms]
+    terms = visible_terms(moments)
+    peak = explanation.peak
+    unit, unit_name = unit_of(peak.nbytes)
+    heights = [[terms.get(term, 0) / unit for terms in by_term] for term in terms]
     axes.stackplot(
         places,
         heights,
@@ -65,15 +66,15 @@ def _plot_terms(axes: Axes, explanation: Explanation) -> None:
         colors=[COLORS[term] for term in terms],
         step="post",
     )
-    peak = explanation.peak
     at = max(places, key=lambda index: moments[index].nbytes)
     axes.annotate(
         f"peak {bytes_text(peak.nbytes)}, at {peak.node}",
-        (at, peak.nbytes / MIB),
+        (at, peak.nbytes / unit),
         xytext=(0, 8),
         textcoords="offset points",
         ha="right" if at > len(moments) / 2 else "left",
         fontsize=9,
+        bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
     )
     turn = next((index for index, moment in enumerate(moments) if moment.backward), None)
     if turn is not None:
@@ -84,37 +85,40 @@ def _plot_terms(axes: Axes, explanation: Explanation) -> None:
     axes.set(
         title='with backend="streambp"',
         xlabel="ops and loops of the step, in order (not to the scale of time)",
-        ylabel="MiB above the step's start",
-        xlim=(0, max(1, len(moments) - 1)),
-        ylim=(0, 1.15 * max(1e-9, peak.nbytes / MIB)),
+        ylabel=f"{unit_name} above the step's start",
+        xlim=(0, max(1, len(moments))),
+        ylim=(0, 1.15 * max(1e-9, peak.nbytes / unit)),
     )
     # Top first, as the stack is seen.
     axes.legend(reverse=True, fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
 def _plot_peers(axes: Axes, explanation: Explanation) -> None:
-    for color, (name, course) in zip(PEER_COLORS, explanation.peer_courses.items(), strict=False):
+    courses = explanation.peer_courses
+    highest = max([explanation.peak.nbytes, *map(max, courses.values())])
+    unit, unit_name = unit_of(highest)
+    for color, (name, course) in zip(PEER_COLORS, courses.items(), strict=False):
         peak = explanation.peers[name]
         label = f"{name}: {bytes_text(peak)}" if isinstance(peak, int) else name
-        _plot_course(axes, thinned(course), label, color)
+        _plot_course(axes, thinned(course), label, color, unit)
     ours = thinned([moment.nbytes for moment in changing_moments(explanation)])
     label = f'backend="streambp": {bytes_text(explanation.peak.nbytes)}'
-    _plot_course(axes, ours, label, OURS)
+    _plot_course(axes, ours, label, OURS, unit)
     axes.set(
         title="the same step in other ways",
         xlabel="share of the step's allocations (not to the scale of time)",
-        ylabel="MiB above the step's start",
+        ylabel=f"{unit_name} above the step's start",
         xlim=(0, 1),
         ylim=(0, None),
     )
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
-def _plot_course(axes: Axes, course: list[int], label: str, color: str) -> None:
+def _plot_course(axes: Axes, course: list[int], label: str, color: str, unit: int) -> None:
     last = max(1, len(course) - 1)
     axes.plot(
         [index / last for index in range(len(course))],
-        [size / MIB for size in course],
+        [size / unit for size in course],
         label=label,
         color=color,
         linewidth=1.5,
