@@ -3,7 +3,8 @@
 AOTAutograd numbers the inputs of a graph (``primals_5``) in the order in which Dynamo names them
 after where the program holds them (``l_model_modules_lm_head_parameters_weight_``); it returns
 gradients in the same order. So a loop's operand can be called ``lm_head.weight`` or
-``permute(lm_head.weight)``, and a sum over chunks ``gradient of lm_head.weight``.
+``permute(lm_head.weight)``, and a sum over chunks ``gradient of lm_head.weight``. A value that the
+program computes and assigns, as in ``cos = cos.unsqueeze(1)``, has the name of its variable.
 """
 
 from __future__ import annotations
@@ -15,11 +16,15 @@ from dataclasses import dataclass, field
 
 from torch.fx import GraphModule, Node
 
+from ..passes.dataflow import descendants
 from ..passes.loops import StreamLoop
 from ..passes.pipeline import History
+from ..passes.placement import source_of
+from .units import code_of, line_of
 
 _INPUT = re.compile(r"(?:primals_(?P<primal>\d+)|arg(?P<arg>\d+)_1)$")
 _PARTS = re.compile(r"_(?:modules|parameters|buffers)_")
+_ASSIGNMENT = re.compile(r"(?P<variable>\w+) = (?P<value>.+)")
 
 
 @dataclass
@@ -36,6 +41,11 @@ class Names:
     def of(self, node: Node) -> str:
         """What a reader calls ``node``."""
         return self.nodes.get(node.name, node.name)
+
+    def with_line(self, node: Node) -> str:
+        """What a reader calls ``node``; without such a name, also the line that it comes from."""
+        name, line = self.of(node), line_of(source_of(node))
+        return f"{name} ({line[0]}:{line[1]})" if name == node.name and line else name
 
 
 def readable_names(history: History) -> dict[str, Names]:
@@ -84,27 +94,53 @@ def _spoken(name: str) -> str:
 
 def _node_names(graph_module: GraphModule, known: Mapping[str, str]) -> dict[str, str]:
     names: dict[str, str] = {}
+    placeholders = _placeholders(graph_module)
+    tangents = [node for node in placeholders if "tangents" in str(node.target)]
+    # The line of a gradient is that of the value, whose name it must not have.
+    gradients = descendants(graph_module.graph, tangents)
+    assigned: set[str | None] = set()
     for node in graph_module.graph.nodes:
         if node.op == "placeholder":
             names[node.name] = known.get(node.name, node.name)
         elif _is_result(node):
             names[node.name] = f"{node.args[0].meta['loop'].name}[{node.args[1]}]"
-        elif node.op == "call_function" and len(node.all_input_nodes) == 1:
-            (source,) = node.all_input_nodes
-            named = names.get(source.name)
-            if named is not None:
-                names[node.name] = _applied(node, named)
+        elif node.op == "call_function":
+            name = _applied(node, names)
+            if name is None and node not in gradients:
+                name = _assigned(node)
+                # The variable of one layer is not that of another one.
+                name = None if name in assigned else name
+                assigned.add(name)
+            if name is not None:
+                names[node.name] = name
     return names
 
 
-def _applied(node: Node, name: str) -> str:
-    """``op(name)``; two transposes in a row are none, and more than two ops say little."""
-    op = getattr(node.target, "_opname", getattr(node.target, "__name__", str(node.target)))
+def _applied(node: Node, names: Mapping[str, str]) -> str | None:
+    """``op(name)`` of the only input; two transposes in a row are none, many ops say little."""
+    inputs = node.all_input_nodes
+    name = names.get(inputs[0].name) if len(inputs) == 1 else None
+    if name is None:
+        return None
+    op = _op_name(node)
     if op == "permute" and name.startswith("permute(") and name.endswith(")"):
         return name.removeprefix("permute(")[:-1]
-    if name.count("(") == 2:
-        return node.name
-    return f"{op}({name})"
+    return None if name.count("(") == 2 else f"{op}({name})"
+
+
+def _assigned(node: Node) -> str | None:
+    """``cos`` for what ``cos = cos.unsqueeze(1)`` makes."""
+    source = source_of(node)
+    found = _ASSIGNMENT.match(code_of(source))
+    if found is None or f"{_op_name(node)}(" not in found["value"]:
+        return None
+    # The variable is what the last op of the line makes.
+    later = (user for user in node.users if not isinstance(user.target, StreamLoop))
+    return None if any(source_of(user) == source for user in later) else found["variable"]
+
+
+def _op_name(node: Node) -> str:
+    return getattr(node.target, "_opname", getattr(node.target, "__name__", str(node.target)))
 
 
 def _is_result(node: Node) -> bool:

@@ -129,7 +129,7 @@ def _operands(loop: Node, body: LoopBody, names: Names) -> Iterator[Operand]:
             continue
         value = node.meta.get("val")
         if not isinstance(value, Tensor):
-            yield Operand(names.of(node), "size", None, (), None)
+            yield Operand(names.with_line(node), "size", None, (), None)
             continue
         if operand.along is not None:
             how = "chunk"
@@ -138,9 +138,12 @@ def _operands(loop: Node, body: LoopBody, names: Names) -> Iterator[Operand]:
         else:
             how = "sum" if terms.get(index) is Term.PARAMETER_GRADIENTS else "whole"
         dim = None if operand.along is None else operand.along.dim
-        name = sums.get(index) or names.of(node)
-        if how == "past" and node.op == "call_function" and not node.all_input_nodes:
-            name = str(terms[index])  # a new buffer
+        name = sums.get(index) or names.with_line(node)
+        if node.op == "call_function" and not node.all_input_nodes:  # a new buffer
+            if how == "past":
+                name = str(terms[index])
+            elif how == "sum" and index not in sums:
+                name = "a new sum"
         yield Operand(name, how, dim, tuple(map(int, value.shape)), value.dtype)
 
 

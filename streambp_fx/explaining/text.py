@@ -5,28 +5,32 @@ from __future__ import annotations
 import html
 import io
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from .regions import Region
-from .units import bytes_text, share_text, short_source
+from .units import bytes_text, first_few, places_text, share_text, short_source
 
 if TYPE_CHECKING:
+    from ..passes.barrier import Barrier
     from .explanation import ExplainedGraph, Explanation
 
-NOTEBOOK_WIDTH = 110
+NOTEBOOK_WIDTH = 100
+PASSED = ("chunk", "whole", "past", "sum", "size")
+"""The ways in which operands are passed, in the order of a report."""
 SEVERAL_GRAPHS = (
     "The program breaks into several graphs. The memory of each is counted alone, without what the "
     "others keep for their backward: a step takes more."
 )
-_PRE = (
-    '<pre style="white-space:pre;overflow-x:auto;line-height:1.25;'
-    "font-family:Menlo,'DejaVu Sans Mono',consolas,'Courier New',monospace\">{code}</pre>"
-)
+# A size of its own: with several families browsers do not take their smaller one for monospace.
+_FONT = "font:13px/1.25 Menlo,'DejaVu Sans Mono',consolas,'Courier New',monospace"
+_PRE = f'<pre style="white-space:pre;overflow-x:auto;{_FONT}">{{code}}</pre>'
+_WRAPPED = f'<pre style="white-space:pre-wrap;overflow-wrap:anywhere;{_FONT}">{{code}}</pre>'
 
 
 def to_text(explanation: Explanation) -> str:
@@ -49,7 +53,7 @@ def to_notebook(explanation: Explanation) -> str:
     tables: str = console.export_html(inline_styles=True, code_format=_PRE)
     details = "".join(
         f"<details><summary>{html.escape(region.name)}: operands and source lines</summary>"
-        f"<pre>{html.escape(_region_text(region))}</pre></details>"
+        f"{_WRAPPED.format(code=html.escape(_region_text(region)))}</details>"
         for graph in explanation.graphs
         for region in _distinct(graph.regions)
     )
@@ -75,6 +79,9 @@ def _graph(graph: ExplainedGraph) -> Iterator[RenderableType]:
         yield Text(f"Nothing is streamed: {graph.unstreamed}", style="bold red")
     if graph.regions:
         yield _titled("Loops, in the order in which they run", _loops(graph))
+        if graph.head_fused:
+            yield Text(f"{_fused_head(graph)}\n")
+        yield _titled("What the loops of each body are given, and its source lines", _given(graph))
         yield _titled("Why the order of each loop is valid", _reasons(graph))
     if graph.attentions:
         yield _titled("Attention", _attentions(graph))
@@ -103,7 +110,6 @@ def _loops(graph: ExplainedGraph) -> Table:
         ("ops", "right"),
         ("chunks", "right"),
         ("order", "left"),
-        ("operands, and the first source line", "left"),
     ):
         table.add_column(heading, justify=side, overflow="fold")  # type: ignore[arg-type]
     shared = Counter(region.body for region in graph.regions)
@@ -115,13 +121,40 @@ def _loops(graph: ExplainedGraph) -> Table:
             str(region.calls),
             f"{region.chunks} of <={region.chunk_size}",
             region.order,
-            "\n".join([_operand_counts(region), *map(_place, region.sources[:1])]),
         )
     return table
 
 
-def _place(source: str) -> str:
-    return short_source(source, code=False)
+def _fused_head(graph: ExplainedGraph) -> str:
+    """Where the head's backward is, which has no loop of its own."""
+    heads = [region.name for region in graph.regions if region.head and not region.backward]
+    return f"The head's backward runs in the loop of its forward, {', '.join(heads)}."
+
+
+def _given(graph: ExplainedGraph) -> Table:
+    """The operands of the first loop of each body, by how they are passed."""
+    table = _table()
+    table.add_column("loop", no_wrap=True)
+    table.add_column("given", no_wrap=True)
+    table.add_column("operands, and the source lines of the ops", overflow="fold")
+    for region in _distinct(graph.regions):
+        rows = [(how, first_few(names)) for how, names in _operands(region).items()]
+        rows.append(("from", places_text(region.sources)))
+        for index, (how, names) in enumerate(rows):
+            table.add_row("" if index else region.name, how, names)
+    return table
+
+
+def _operands(region: Region) -> dict[str, list[str]]:
+    """The names of a loop's operands by how they are passed, how many first: ``12 whole``."""
+    found = {}
+    for how in PASSED:
+        names = Counter(operand.name for operand in region.operands if operand.how == how)
+        if names:
+            found[f"{names.total()} {how}"] = [
+                f"{name} (x{count})" if count > 1 else name for name, count in names.items()
+            ]
+    return found
 
 
 def body_runs(regions: tuple[Region, ...]) -> list[list[Region]]:
@@ -146,16 +179,6 @@ def _span(names: list[str]) -> str:
     return f"{names[0]} ... {names[-1]} ({len(names)})"
 
 
-def _first_few(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 4 else ""
-    return ", ".join(names[:3] if more else names) + more
-
-
-def _operand_counts(region: Region) -> str:
-    counts = Counter(operand.how for operand in region.operands)
-    return ", ".join(f"{count} {how}" for how, count in sorted(counts.items()))
-
-
 def _reasons(graph: ExplainedGraph) -> Table:
     table = _table()
     table.add_column("loops", overflow="fold", max_width=40)
@@ -164,35 +187,51 @@ def _reasons(graph: ExplainedGraph) -> Table:
     for region in graph.regions:
         reasons.setdefault(region.reason, []).append(region.name)
     for reason, names in reasons.items():
-        table.add_row(_first_few(names), reason)
+        table.add_row(first_few(names), reason)
     return table
 
 
-def _attentions(graph: ExplainedGraph) -> Table:
-    table = _table()
-    table.add_column("calls", overflow="fold", max_width=40)
-    table.add_column("mask", overflow="fold")
-    table.add_column("source line", overflow="fold")
+def _attentions(graph: ExplainedGraph) -> Group:
     groups: dict[tuple[str, int | None, str], list[str]] = {}
     for proof in graph.attentions:
         key = (proof.structure, proof.window, proof.source)
         groups.setdefault(key, []).append(proof.name)
+    parts: list[RenderableType] = []
     for (structure, window, source), names in groups.items():
         seen = f"{structure}; window of {window}" if window is not None else structure
-        table.add_row(_first_few(names), seen, short_source(source))
-    return table
+        parts += [Text(f"{first_few(names)}: {seen}"), _indented(Text(short_source(source)))]
+    return Group(*parts)
 
 
-def _barriers(graph: ExplainedGraph) -> Table:
+def _barriers(graph: ExplainedGraph) -> Group:
+    """The ops of each source line under it; the line has the width of the whole."""
+    by_source: dict[str, list[Barrier]] = {}
+    for barrier in graph.barriers:
+        by_source.setdefault(barrier.source, []).append(barrier)
+    parts: list[RenderableType] = []
+    for source, barriers in by_source.items():
+        parts += [Text(short_source(source)), _indented(_ops(barriers))]
+    return Group(*parts)
+
+
+def _ops(barriers: Sequence[Barrier]) -> Table:
+    """A row for those that are alike."""
     table = _table()
+    table.show_header = False
     table.add_column("op", style="red", overflow="fold")
+    table.add_column("direction", no_wrap=True)
     table.add_column("bytes", justify="right", no_wrap=True)
     table.add_column("why", overflow="fold")
-    table.add_column("source line", overflow="fold")
-    for barrier in graph.barriers:
-        source = short_source(barrier.source)
-        table.add_row(barrier.op, bytes_text(barrier.bytes), barrier.reason, source)
+    for barrier, count in Counter(barriers).items():
+        direction = "backward" if barrier.backward else "forward"
+        times = f" (x{count})" if count > 1 else ""
+        size = bytes_text(barrier.bytes) if barrier.bytes else ""
+        table.add_row(barrier.op + times, direction, size, barrier.reason)
     return table
+
+
+def _indented(part: RenderableType) -> Padding:
+    return Padding(part, (0, 0, 0, 4))
 
 
 def _memory(explanation: Explanation) -> Iterator[RenderableType]:
