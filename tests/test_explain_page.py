@@ -153,7 +153,8 @@ def test_barriers_are_red_and_at_their_place(page: Page, explained: Explanation)
     assert count(page, "#loop-segment6 ~ .barrier") == forward
     assert count(page, "#loop-stage7_1 ~ .barrier") == 4
     assert count(page, ".barrier ~ #loop-stage7_0") == 1
-    assert "2 in forward and 4 in backward" in page.value("document.getElementById('known').innerText")
+    told = page.value("document.getElementById('known').innerText")
+    assert "2 in forward and 4 in backward" in told
     color = "getComputedStyle(document.querySelector('.layers .barrier')).color"
     assert page.value(color) == "rgb(179, 38, 30)"
     shown = page.value("document.querySelector('.layers .barrier').innerText")
