@@ -44,10 +44,10 @@ from .frontier import (
     cheapest_frontier,
     example_of,
     extract,
-    is_rowwise,
     itself,
 )
 from .placement import hint_of
+from .rowwise import is_rowwise
 from .rules.sizes import expr_of, product
 from .rules.spec import Size
 

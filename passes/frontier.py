@@ -18,6 +18,7 @@ ids, 0 bytes, with the whole model inside.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -34,9 +35,8 @@ from streambp_fx._torch import (
 )
 
 from .autocast_regions import AutocastState
-from .dynamo_calls import argument_of, is_call, value_of
 from .placement import hint_of
-from .rules.sizes import product, same_size
+from .rules.sizes import product
 
 aten = torch.ops.aten
 INPUTS = ("placeholder", "get_attr")
@@ -49,6 +49,11 @@ _PRODUCTS = frozenset(
         aten.baddbmm.default,
         aten.convolution.default,
     }
+)
+
+_IN_PLACE_OPERATORS = frozenset(
+    getattr(operator, f"i{name}")
+    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
 )
 
 
@@ -153,13 +158,33 @@ def ops_of(node: Node) -> list[Any] | None:
     if example_of(node) is None or not fakes or any(value is None for value in values):
         return None
     fake_mode = fakes[0].fake_mode
-    args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), example_of)
+    with fake_mode:
+        # An op that works in place would change the examples themselves.
+        given = _stand_in if _works_in_place(node) else example_of
+        args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), given)
     with torch.no_grad(), fake_mode, enable_python_dispatcher(), _Record() as record:
         if isinstance(node.target, str):
             getattr(args[0], node.target)(*args[1:], **kwargs)
         else:
             node.target(*args, **kwargs)
     return record.ops
+
+
+def _works_in_place(node: Node) -> bool:
+    if node.target in _IN_PLACE_OPERATORS:
+        return True
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _stand_in(node: Node) -> Any:
+    """A value of its own like the example of ``node``."""
+    value = example_of(node)
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(
+        value.shape, value.stride(), dtype=value.dtype, device=value.device
+    ).requires_grad_(value.requires_grad)
 
 
 def is_product(ops: list[Any]) -> bool:
@@ -182,51 +207,6 @@ def _repeatable(node: Node, ops: list[Any]) -> bool:
     if any(tensor._version for tensor in tensors):
         return False
     return not any(torch.Tag.nondeterministic_seeded in op.tags for op in ops)
-
-
-def is_rowwise(frontier: Frontier) -> bool:
-    """Whether each row (all dims but the last) of the output depends on one row of the frontier.
-
-    Proven for chains of ``linear`` and pointwise ops that leave the shape up to the last dim as it
-    is; ``False`` for everything else.
-    """
-    if len(frontier.nodes) != 1 or not isinstance(example_of(frontier.nodes[0]), Tensor):
-        return False
-    rows = example_of(frontier.nodes[0]).shape[:-1]
-    activations = {frontier.nodes[0], *frontier.inside}
-    return all(keeps_rows(node, rows, activations) for node in frontier.inside)
-
-
-def keeps_rows(node: Node, rows: torch.Size, activations: set[Node]) -> bool:
-    """Whether each row of ``node`` depends on one row of those inputs that are ``activations``."""
-    value = example_of(node)
-    if not isinstance(value, Tensor) or value.ndim != len(rows) + 1:
-        return False
-    if not all(same_size(a, b) for a, b in zip(value.shape, rows, strict=False)):
-        return False
-    if is_head_product(node, activations):
-        return True
-    ops = ops_of(node)
-    pointwise = ops is not None and all(map(_is_pointwise, ops))
-    others = [example_of(other) for other in node.all_input_nodes if other not in activations]
-    # A tensor with at most one dim broadcasts along the last dim, the same for every row.
-    return pointwise and all(not isinstance(other, Tensor) or other.ndim <= 1 for other in others)
-
-
-def _is_pointwise(op: Any) -> bool:
-    if torch.Tag.nondeterministic_seeded in op.tags:
-        return False
-    return op is aten._to_copy.default or torch.Tag.pointwise in op.tags
-
-
-def is_head_product(node: Node, activations: set[Node]) -> bool:
-    """Whether ``node`` multiplies the rows of one of ``activations`` with a matrix."""
-    if not node.args or set(node.all_input_nodes) & activations != {node.args[0]}:
-        return False
-    if node.target is torch.nn.functional.linear:
-        return True
-    matrix = value_of(argument_of(node, 1, "other"))
-    return is_call(node, "matmul", "mm") and matrix is not None and matrix.ndim == 2
 
 
 def extract(frontier: Frontier, owner: GraphModule) -> GraphModule:

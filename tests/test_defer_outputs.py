@@ -89,7 +89,7 @@ def test_keep_outputs_changes_nothing(llama: nn.Module) -> None:
     out.logits.sum().backward()
 
 
-def test_without_a_loss_nothingis_deferred() -> None:
+def test_without_a_loss_nothing_is_deferred() -> None:
     backend = Backend()
     model = Head()
     logits = torch.compile(lambda ids: model(ids)[1], backend=backend)(token_ids())
@@ -106,6 +106,11 @@ def test_a_scalar_metric_without_gradient_is_no_loss() -> None:
     assert backend.deferrals[0].deferred == () and logits.grad_fn is not None
 
 
+@torch._dynamo.allow_in_graph
+def _by_rows(x: Tensor) -> Tensor:
+    return x / x.shape[0]
+
+
 FINISHES: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "softcap": (lambda x: torch.tanh(x / 30) * 30, True),
     "wide softcap": (lambda x: (torch.tanh(x.double() / 30) * 30).to(x.dtype), True),
@@ -113,6 +118,7 @@ FINISHES: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
     "pad": (lambda x: F.pad(x, (0, 3)), False),
     "slice": (lambda x: x[..., :90], False),
     "softmax over tokens": (lambda x: x.softmax(1), False),
+    "a function that may read the shape": (_by_rows, False),
 }
 
 
@@ -128,6 +134,24 @@ def test_what_follows_the_head_is_run_again(name: str) -> None:
     torch.testing.assert_close(logits[:, -1].detach() + 0, want[:, -1])
     torch.testing.assert_close(logits[0, 2:5].detach() + 0, want[0, 2:5])
     torch.testing.assert_close(logits.detach() + 0, want)
+
+
+@pytest.mark.parametrize("form", ["itself", "bias"])
+def test_rows_that_depend_on_other_rows_are_not_computed_alone(form: str) -> None:
+    model, ids = nn.Embedding(50, 16), torch.arange(80) % 50
+    bias = torch.randn(80, 80) if form == "bias" else None
+    weight = nn.Parameter(torch.randn(80, 16))
+
+    def function(ids: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = model(ids)
+        similar = F.linear(hidden, hidden if form == "itself" else weight, bias)
+        return similar.square().mean(), similar
+
+    backend = Backend()
+    _, similar = torch.compile(function, backend=backend)(ids)
+    (plan,) = backend.deferrals[0].deferred
+    assert plan.recipe.graph is not None and not plan.recipe.rowwise
+    torch.testing.assert_close(similar[3:5].detach() + 0, function(ids)[1][3:5].detach())
 
 
 @pytest.mark.parametrize(
