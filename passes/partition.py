@@ -6,26 +6,27 @@ are inputs). AOTAutograd's own extraction orders saved values and tangents.
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+
 import torch
 from torch.fx import GraphModule, Node
 
 from streambp_fx._torch import extract_fwd_bwd_modules
 
-from .dataflow import dtype_and_shape
 from .placement import value_of
 from .rewrite import Rewritten
 
 
 def split(
-    rewritten: Rewritten, num_forward_outputs: int, num_changed: int = 0
+    rewritten: Rewritten, num_forward_outputs: int, changed: AbstractSet[str] = frozenset()
 ) -> tuple[GraphModule, GraphModule]:
     """The forward and backward graphs of a rewritten joint graph.
 
-    ``num_changed`` is how many inputs the program changes in place, once forward has run. Backward,
-    which computes again from what forward read, gets copies of them.
+    ``changed`` has the names of the inputs that the program changes in place, once forward has run.
+    Backward, which computes again from what forward read, gets copies of them.
     """
     graph = rewritten.graph_module.graph
-    _copy_for_backward(rewritten, num_changed)
+    _copy_for_backward(rewritten, changed)
     saved: dict[Node, None] = {}
     sizes: dict[Node, None] = {}
     output = graph.output_node()
@@ -51,15 +52,9 @@ def split(
     )
 
 
-def _copy_for_backward(rewritten: Rewritten, num_changed: int) -> None:
-    """Give backward copies of the inputs that may be changed.
-
-    Their new values come first among the outputs. Which inputs they are of is not said; those of
-    one shape and dtype are taken for them, and are small.
-    """
+def _copy_for_backward(rewritten: Rewritten, changed: AbstractSet[str]) -> None:
     graph = rewritten.graph_module.graph
     output = graph.output_node()
-    changed = {dtype_and_shape(node) for node in list(output.args[0])[:num_changed]}  # type: ignore[arg-type]
     inputs = list(graph.find_nodes(op="placeholder"))
     for source in inputs:
         readers = [
@@ -67,7 +62,7 @@ def _copy_for_backward(rewritten: Rewritten, num_changed: int) -> None:
             for user in source.users
             if user not in rewritten.forward_nodes and user is not output
         ]
-        if readers and dtype_and_shape(source) in changed - {None}:
+        if readers and source.target in changed:
             with graph.inserting_after(inputs[-1]):
                 copy = graph.call_function(torch.ops.aten.clone.default, (source,))
             copy.meta["val"] = value_of(source)

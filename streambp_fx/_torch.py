@@ -33,6 +33,9 @@ from torch._dynamo.device_interface import (
 # Names the origin of a body's own sizes.
 from torch._dynamo.source import ConstantSource as ConstantSource
 
+# Marks the new value of an input that a traced program changes in place.
+from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
+
 # Traces a function's forward and backward, as torch.compile does.
 from torch._functorch.aot_autograd import aot_function as aot_function
 
@@ -199,6 +202,14 @@ def changed_inductor_settings() -> dict[str, Any]:
     config: Any = inductor_config  # a module whose class is one of torch's own
     settings: dict[str, Any] = config.get_config_copy()
     return {name: value for name, value in settings.items() if not config._is_default(name)}
+
+
+def changed_inputs(joint: GraphModule) -> frozenset[str]:
+    """The names of the inputs that a traced program changes in place, by AOTAutograd's notes."""
+    notes = joint.graph.output_node().meta.get("desc") or ()
+    changed = [note.mutated_input for note in notes if isinstance(note, InputMutationAOTOutput)]
+    inputs = joint.graph.find_nodes(op="placeholder")
+    return frozenset(str(node.target) for node in inputs if node.meta.get("desc") in changed)
 
 
 def donate_nothing() -> None:

@@ -19,6 +19,7 @@ from . import ops as ops  # registers the ops that rewritten graphs call
 from ._torch import (
     aot_autograd,
     changed_inductor_settings,
+    changed_inputs,
     default_partition,
     donate_nothing,
 )
@@ -82,7 +83,6 @@ class Compilation:
         self.for_accelerator = for_accelerator
         self.history = History()
         self.roles: list[InputRole] = []
-        self.returned = 0
         # Inductor's settings live in context variables, and bodies compile later, some of them
         # in autograd's thread: what differs from the defaults here is set again there.
         self.inductor = {**changed_inductor_settings(), **options.inductor}
@@ -100,7 +100,6 @@ class Compilation:
         self.history.keep("defer_outputs", graph_module)
         slice_early(graph_module)
         self.history.keep("slice_early", graph_module)
-        self.returned = len(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]
         self.roles = _input_roles(graph_module, example_inputs)
         compiler = aot_autograd(
             fw_compiler=self._run_graph,
@@ -135,6 +134,7 @@ class Compilation:
     def _partition(
         self, joint: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
+        changed = changed_inputs(joint)
         rewritten = stream(joint, num_fwd_outputs, self.roles, self._settings(), self.history)
         self._report()
         if rewritten is None:
@@ -142,7 +142,7 @@ class Compilation:
                 joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
             )
         else:
-            forward, backward = split(rewritten, num_fwd_outputs, num_fwd_outputs - self.returned)
+            forward, backward = split(rewritten, num_fwd_outputs, changed)
         self.history.graphs.update(forward=forward, backward=backward)
         return forward, backward
 

@@ -143,3 +143,20 @@ def test_model_that_returns_logits_only_trains_on_them(chunk: int) -> None:
     out = streamed(model, chunk_size=chunk, keep_outputs=True)(data["input_ids"])
     got = torch.autograd.grad(out.pow(2).mean(), list(model.parameters()))
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-13)
+
+
+def test_views_of_one_value_beside_the_loss() -> None:
+    torch.manual_seed(0)
+    model, ids = LogitsOnly().double(), make_batch(2, LENGTH)["input_ids"]
+
+    def step(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        spread = torch.logsumexp(model(ids), -1)
+        return spread.square().sum(), spread[:1], spread[1:]
+
+    def grads(function: object) -> list[Tensor]:
+        loss, first, second = function(ids)  # type: ignore[operator]
+        total = loss + first.sum() - 2 * second.mean()
+        return list(torch.autograd.grad(total, list(model.parameters())))
+
+    got = grads(streamed(step, chunk_size=CHUNK))
+    torch.testing.assert_close(got, grads(step), rtol=1e-9, atol=1e-13)
