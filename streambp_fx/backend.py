@@ -21,8 +21,12 @@ from ._torch import (
     changed_inductor_settings,
     changed_inputs,
     default_partition,
+    disable_current_modes,
     donate_nothing,
 )
+from .explaining.body_memory import eager_workspace
+from .explaining.step_memory import predict
+from .explaining.units import bytes_text
 from .options import Options, parse_options
 from .passes.decompositions import decompositions
 from .passes.defer_outputs import defer_outputs
@@ -118,8 +122,6 @@ class Compilation:
         for choice in choices:
             log.warning("%s", choice)
         refusals = [f"attention stays written out: {r}" for r in normalize_attention(graph_module)]
-        for refusal in refusals:
-            log.info("%s", refusal)
         self.history.notes += choices + refusals
 
     def _settings(self) -> Settings:
@@ -144,6 +146,7 @@ class Compilation:
         else:
             forward, backward = split(rewritten, num_fwd_outputs, changed)
         self.history.graphs.update(forward=forward, backward=backward)
+        self._tell()
         return forward, backward
 
     def _inference(self, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -152,6 +155,7 @@ class Compilation:
         self._report()
         target = graph_module if rewritten is None else rewritten.graph_module
         self.history.graphs["forward"] = target
+        self._tell()
         return self._run_graph(target, inputs)
 
     def _run_graph(self, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -161,15 +165,24 @@ class Compilation:
     def _report(self) -> None:
         report = Report.of(self.history)
         record(report)
-        log.info("%s", report.summary())
-        for detail in report.details():
-            log.debug("%s", detail)
         if self.options.on_barrier == "ignore" or not report.problems():
             return
         message = "not all of the graph is streamed:\n  " + "\n  ".join(report.problems())
         if self.options.on_barrier == "error":
             raise BarrierError(message)
         warnings.warn(message, BarrierWarning, stacklevel=2)
+
+    def _tell(self) -> None:
+        """Log one line at INFO, and the rest at DEBUG."""
+        if not log.isEnabledFor(logging.INFO):
+            return
+        report = Report.of(self.history)
+        with disable_current_modes():
+            peak = predict(self.history, eager_workspace).peak.nbytes
+        bodies = " if bodies ran op by op" if self.options.compile_bodies else ""
+        log.info("%s; predicted peak %s%s", report.summary(), bytes_text(peak), bodies)
+        for detail in report.details():
+            log.debug("%s", detail)
 
 
 def _input_roles(graph_module: GraphModule, example_inputs: Sequence[Any]) -> list[InputRole]:

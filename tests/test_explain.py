@@ -357,12 +357,21 @@ def logged(level: int) -> Iterator[list[logging.LogRecord]]:
         logger.setLevel(before)
 
 
-def test_a_compile_logs_one_line_at_info_and_details_at_debug() -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_compile_logs_one_line_at_info(dynamic: bool) -> None:
+    model = NanoGPT(layers=1)
     with logged(logging.INFO) as records:
-        streamed(NanoGPT(layers=1), chunk_size=CHUNK)(IDS, IDS)
+        streamed(model, dynamic=dynamic, chunk_size=CHUNK)(IDS, IDS)
     (line,) = [record.getMessage() for record in records]
     assert line.startswith(f"streamed {TOKENS} tokens in ") and f"chunks of {CHUNK}" in line
     assert "all streamed" in line and "\n" not in line
+    options = {"chunk_size": CHUNK, "compile_bodies": False}
+    explained = streambp_fx.explain(model, IDS, IDS, options=options, peers=())
+    peak = explained.to_dict()["peak"]["bytes"]
+    assert line.endswith(f"; predicted peak {bytes_text(peak)}")
+
+
+def test_a_compile_logs_details_at_debug() -> None:
     with logged(logging.DEBUG) as records:
         streamed(Mixing(), chunk_size=CHUNK, on_barrier="ignore")(IDS)
     texts = [record.getMessage() for record in records]

@@ -23,6 +23,7 @@ from streambp_fx._torch import FakeTensorMode, pytree, storage_id
 from ..passes.body import LoopBody
 from ..passes.loops import StreamLoop, chunk_bounds, chunk_inputs, chunk_ranges
 from ..passes.pipeline import History
+from ..passes.placement import hint_of
 from .terms import Term, body_of, label
 
 Workspace = Callable[[LoopBody, Sequence[Any]], int]
@@ -88,17 +89,13 @@ def predict(history: History, workspace: Workspace) -> StepMemory:
         if backward is None:
             return memory
         placeholders = backward.graph.find_nodes(op="placeholder")
-        saved = [node for node in placeholders if "tangents" not in node.name]
-        first = len(results) - len(saved)
-        given = dict(zip(saved, results[first:], strict=True))
-        walk.keep(list(given.values()))
-        nodes: Sequence[Any] = forward.graph.output_node().args[0][first:]  # type: ignore
-        known = {
-            node.name: terms[source]
-            for node, source in zip(saved, nodes, strict=True)
-            if source in terms
-        }
-        inputs = [given[node] if node in given else _fake(node) for node in placeholders]
+        # What is saved goes by its name: sizes come last in one graph, and first in the other.
+        returned: Any = forward.graph.output_node().args[0]
+        made = {node.name: (node, value) for node, value in zip(returned, results, strict=True)}
+        saved = {node: made[node.name] for node in placeholders if "tangents" not in node.name}
+        walk.keep([value for _, value in saved.values()])
+        known = {node.name: terms[source] for node, (source, _) in saved.items() if source in terms}
+        inputs = [saved[node][1] if node in saved else _fake(node) for node in placeholders]
         walk.run(backward, inputs, True, label(backward, True, known, history.parameters))
     return memory
 
@@ -106,9 +103,9 @@ def predict(history: History, workspace: Workspace) -> StepMemory:
 def _fake(node: Node) -> Any:
     value = node.meta.get("val")
     if isinstance(value, Tensor):
-        shape, stride = tuple(map(int, value.shape)), tuple(map(int, value.stride()))
-        return torch.empty_strided(shape, stride, dtype=value.dtype)
-    return value
+        shape, stride = tuple(map(hint_of, value.shape)), tuple(map(hint_of, value.stride()))
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
+    return hint_of(value) if isinstance(value, torch.SymInt) else value
 
 
 class _Walk:
@@ -211,7 +208,8 @@ class _Walk:
                 total = operands[result.buffer]
                 results.append(total if result.dtype is None else total.to(result.dtype))
                 continue
-            results.append(torch.empty(tuple(map(int, like.shape)), dtype=like.dtype))
+            shape = tuple(map(hint_of, like.shape))
+            results.append(torch.empty(shape, dtype=like.dtype, device=like.device))
             if len(bounds) > 1:
                 term = terms.get(getitems.get(index, loop), Term.PROLOGUE)
                 nbytes = results[-1].untyped_storage().nbytes()
