@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
-from .dataflow import ancestors
 from .placement import source_of
 
 
@@ -25,12 +24,8 @@ class Barrier:
     backward: bool = False
 
     @classmethod
-    def at(cls, node: Node, reason: str, size: int = 0) -> Barrier:
+    def at(cls, node: Node, reason: str, size: int = 0, *, backward: bool = False) -> Barrier:
         """The barrier that ``node`` is, which costs ``size`` bytes."""
-        backward = any(
-            source.op == "placeholder" and "tangents" in str(source.target)
-            for source in ancestors([node])
-        )
         return cls(str(node.target), source_of(node), reason, size, backward)
 
     def __str__(self) -> str:

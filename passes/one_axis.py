@@ -107,7 +107,8 @@ def stream_along_one_axis(
     history.barriers = [one for one in history.barriers if one.reason != ANOTHER_LENGTH]
     history.barriers += axes.barriers
     history.barriers += [
-        Barrier.at(node, HANDED_ON, bytes_of(node)) for node in rewritten.handed_on
+        Barrier.at(node, HANDED_ON, bytes_of(node), backward=node in joint.dependent)
+        for node in rewritten.handed_on
     ]
     history.loops += rewritten.loops
     history.tokens = max(history.tokens, hint_of(axis.length))
