@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -37,3 +39,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Workers that each start a thread per core are slower than workers of one thread, and sums
     # that are split over threads differently differ in their last bits.
     torch.set_num_threads(1)
+
+
+def pytest_collection_finish() -> None:
+    # Tracing makes many objects, and each full collection would walk all that was imported.
+    gc.collect()
+    gc.freeze()

@@ -19,6 +19,7 @@ from streambp_fx.measure import memory_use
 from streambp_fx.ops import narrow_products
 from streambp_fx.ops.accumulate import accumulate_mm_
 from streambp_fx.ops.narrow_products import add_narrow_product, is_narrow_product
+from tests.marks import slow_but
 
 BF16 = torch.bfloat16
 ROOT = Path(__file__).parent.parent
@@ -161,7 +162,12 @@ def test_a_product_that_fails_says_why() -> None:
         add_narrow_product(*operands(100, 70, 33, transposed=True))
 
 
-@pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE", "AVX512_CORE_BF16", "AVX512_CORE_AMX"])
+@pytest.mark.parametrize(
+    "isa",
+    slow_but(
+        ["AVX2", "AVX512_CORE_AMX"], ["AVX2", "AVX512_CORE", "AVX512_CORE_BF16", "AVX512_CORE_AMX"]
+    ),
+)
 def test_older_cpus(isa: str) -> None:
     """oneDNN can be told to use no later instructions than those."""
     program = (

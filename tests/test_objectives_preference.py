@@ -187,7 +187,7 @@ def test_preference_objective_of_one_model(objective: Objective, pairs: int) -> 
 @pytest.mark.parametrize(
     "name, pairs",
     slow_but(
-        [("sigmoid", 1), ("ipo", 4), ("reference after policy", 4), ("two calls", 2), ("kto", 4)],
+        [("sigmoid", 1), ("reference after policy", 4), ("two calls", 2), ("kto", 4)],
         [(name, pairs) for name in TWO_MODELS for pairs in (1, 2, 4)],
     ),
 )

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.backend import assert_streamed_whole, needs_report, streamed
+from tests.marks import slow_but
 from tests.own_models import LogitsOnly
 
 LENGTH = 21
@@ -26,16 +27,19 @@ SLICES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @needs_report
-@pytest.mark.parametrize("chunk", [1, 4, 8, 64])
+@pytest.mark.parametrize("chunk", slow_but([4], [1, 4, 8, 64]))
+@pytest.mark.parametrize("whole", [False, True], ids=["slice", "slice and whole logits"])
 @pytest.mark.parametrize("name", SLICES)
-def test_loss_over_a_slice_of_tokens(name: str, chunk: int) -> None:
+def test_loss_over_a_slice_of_tokens(name: str, whole: bool, chunk: int) -> None:
+    """A slice alone is taken before the head; beside the whole logits, it stays after it."""
     torch.manual_seed(0)
     model, ids = LogitsOnly(tied=False).double(), torch.randint(0, 131, (2, LENGTH))
     parameters, part = list(model.parameters()), SLICES[name]
 
     def loss(ids: Tensor) -> Tensor:
-        logits, labels = part(model(ids)), part(ids)
-        return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        logits = model(ids)
+        found = F.cross_entropy(part(logits).flatten(0, 1), part(ids).flatten())
+        return found + logits.logsumexp(-1).mean() if whole else found
 
     right = torch.autograd.grad(loss(ids), parameters)
     left = torch.autograd.grad(streamed(loss, chunk_size=chunk)(ids), parameters)
@@ -52,7 +56,7 @@ PADS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @needs_report
-@pytest.mark.parametrize("chunk", [1, 4, 64])
+@pytest.mark.parametrize("chunk", slow_but([4], [1, 4, 64]))
 @pytest.mark.parametrize("name", PADS)
 def test_pads_of_slices(name: str, chunk: int) -> None:
     torch.manual_seed(0)

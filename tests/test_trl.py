@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from streambp_fx.integrations import trl as integration
+from tests.marks import slow_but
 from tests.test_trainers import make_trainer
 from tests.trainers import (
     OPTIONS,
@@ -98,7 +99,9 @@ def test_dpo(tmp_path: Path) -> None:
     assert_less_memory(got, want)
 
 
-@pytest.mark.parametrize("make", [_sft, _dpo], ids=["sft", "dpo"])
+@pytest.mark.parametrize(
+    "make", slow_but([_dpo], [_sft, _dpo]), ids=lambda make: make.__name__.strip("_")
+)
 def test_mixed_precision(tmp_path: Path, make: Any) -> None:
     """As TRL trains by default; a reference model's forward is wrapped before it is streamed."""
     want = train(make(tmp_path, bf16=True))

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.backend import assert_streamed_whole, last_report, needs_report, streamed
+from tests.marks import slow_but
 from tests.oracle import (
     assert_error_not_larger_than_eager,
     assert_exact_fp64,
@@ -200,7 +201,9 @@ def test_streams_exactly(mix: Mix) -> None:
         assert_streamed_whole()
 
 
-@pytest.mark.parametrize("mix", [softcap, keys_in_rows, without_softmax], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "mix", slow_but([softcap], [softcap, keys_in_rows, without_softmax]), ids=lambda m: m.__name__
+)
 def test_lengths_compile_once(mix: Mix) -> None:
     model = Model(lambda: mix).double()
     compiled = streamed(model, dynamic=True, chunk_size=5)
