@@ -45,3 +45,7 @@ def pytest_collection_finish() -> None:
     # Tracing makes many objects, and each full collection would walk all that was imported.
     gc.collect()
     gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
