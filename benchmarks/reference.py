@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from .machine import describe
+from .machine import commit, describe
 from .processes import ROOT, run_module
 from .tables import print_tables
 from .worker import Job
@@ -141,6 +141,7 @@ def main(
         progress.print(f"{told}: {failure or 'done'}", markup=False, highlight=False)
     report = {
         "machine": describe(device),
+        "commit": commit(),
         "measurements": [asdict(measurement) for measurement in measurements],
         "growth": growth(measurements),
     }
