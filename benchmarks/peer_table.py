@@ -21,9 +21,8 @@ def table(rows: list[Row]) -> Table:
         key = (job["layers"], job["vocabulary"], objective, job["tokens"], row["peer"])
         joined.setdefault(key, {})[job["part"]] = _cell(job["part"], row)
     shown = Table(title="One training step", title_justify="left")
-    for heading in ("layers", "vocabulary", "objective", "tokens"):
+    for heading in ("layers", "vocabulary", "objective", "tokens", "peer"):
         shown.add_column(heading)
-    shown.add_column("peer", no_wrap=True)  # in a narrow window the other headings break
     for heading in ("peak MiB", "time ratio to gc", "gradient error"):
         shown.add_column(heading, justify="right")
     for key, cells in sorted(joined.items()):

@@ -12,6 +12,7 @@ and NAME.png.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from enum import StrEnum
@@ -53,6 +54,8 @@ VOCABULARIES = (8000, 32000, 128000)
 CHUNKS = (128, 256, 512, 1024, 2048)
 TOKENS = 4096
 EXACTNESS_TOKENS = 1024
+WIDTH = 120
+"""Columns of the table where it goes into a file."""
 SECONDS = 1800.0
 """A measurement that takes longer is recorded as failed."""
 
@@ -148,7 +151,9 @@ def main(
     Exits with 1 if a measurement failed; with 2 for an unknown peer, results of another machine, or
     without matplotlib.
     """
-    console, progress = Console(), Console(stderr=True)
+    # A file has no width, and rich takes 80 columns for it, in which names are cut.
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    progress = Console(stderr=True)
     if find_spec("matplotlib") is None:
         progress.print("The plot needs: pip install matplotlib")
         raise typer.Exit(2)
