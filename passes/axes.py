@@ -354,10 +354,10 @@ def _barrier(axes: Axes, node: Node, live: list[Streamed | None], reason: str) -
             ):
                 axes.place[node] = (place,)
     size = bytes_of(node) if isinstance(value, torch.Tensor) else 0
-    _bar(axes, node, reason, size)
+    _add_barrier(axes, node, reason, size)
 
 
-def _bar(axes: Axes, node: Node, reason: str, size: int = 0) -> None:
+def _add_barrier(axes: Axes, node: Node, reason: str, size: int = 0) -> None:
     axes.barriers.append(Barrier.at(node, reason, size, backward=node in axes.dependent))
 
 
@@ -387,11 +387,11 @@ def _visit_attention(axes: Axes, node: Node) -> None:
         place = axes.position(source) if isinstance(source, Node) else None
         if place is None or not place.matches(expected):
             reason = f"the sequence axis of {name} is not its third dim, in full"
-            _bar(axes, node, reason)
+            _add_barrier(axes, node, reason)
             return
         if name in ("key", "value") and source in axes.columns:
             reason = f"its {name} is a product of tokens with tokens, which it needs whole"
-            _bar(axes, node, reason, bytes_of(source))
+            _add_barrier(axes, node, reason, bytes_of(source))
     count = 2 if node.target is ATTENTION else 3
     axes.kind[node] = Kind.STREAMED
     axes.place[node] = tuple(Streamed(2, 1, 1, FULL) for _ in range(count))

@@ -57,15 +57,20 @@ class JointGraph:
     scaled: set[Node] = field(default_factory=set)
 
 
+def is_tangent(node: Node) -> bool:
+    """Whether ``node`` is a tangent among a graph's inputs; AOTAutograd names them so."""
+    return node.op == "placeholder" and "tangents" in str(node.target)
+
+
 def read_joint(
     graph: Graph,
     num_forward_outputs: int,
     kept: Iterable[Node] = (),
     scaled: Iterable[Node] = (),
 ) -> JointGraph:
-    """Tell the parts of a joint graph apart; tangents are named so by AOTAutograd."""
+    """Tell the parts of a joint graph apart."""
     placeholders = list(graph.find_nodes(op="placeholder"))
-    tangents = [node for node in placeholders if "tangents" in str(node.target)]
+    tangents = [node for node in placeholders if is_tangent(node)]
     output = graph.output_node()
     flat, _ = pytree.tree_flatten(output.args[0])
     dependent = descendants(graph, tangents)

@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 
 from streambp_fx._torch import extract_fwd_bwd_modules
 
+from .dataflow import is_tangent
 from .placement import value_of
 from .rewrite import Rewritten
 
@@ -39,7 +40,7 @@ def split(
     read = [arg for node in readers if node is not output for arg in node.all_input_nodes]
     read += [node for node in backward_results if isinstance(node, Node)]
     for node in read:
-        if node not in rewritten.forward_nodes or "tangents" in str(node.target):
+        if node not in rewritten.forward_nodes or is_tangent(node):
             continue
         if node.op == "get_attr":
             continue
@@ -53,16 +54,17 @@ def split(
 
 
 def _copy_for_backward(rewritten: Rewritten, changed: AbstractSet[str]) -> None:
+    """Hand copies of the inputs in ``changed`` to the nodes of backward that read them."""
     graph = rewritten.graph_module.graph
     output = graph.output_node()
     inputs = list(graph.find_nodes(op="placeholder"))
-    for source in inputs:
+    for source in [one for one in inputs if one.target in changed]:
         readers = [
             user
             for user in source.users
             if user not in rewritten.forward_nodes and user is not output
         ]
-        if readers and source.target in changed:
+        if readers:
             with graph.inserting_after(inputs[-1]):
                 copy = graph.call_function(torch.ops.aten.clone.default, (source,))
             copy.meta["val"] = value_of(source)

@@ -21,7 +21,7 @@ and slices of another dim than the last but one.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,9 +60,12 @@ def _moved(end: Node) -> Node | None:
     """What stands for the slices of ``end``, which are its only readers; ``None`` if they stay."""
     index = _only_slice(end)
     chain = None if index is None else _chain_to_product(end)
-    if chain is None or not _is_narrower(chain[0]) or _mode_changes(chain[0], list(end.users)):
+    if chain is None or not _is_narrower(chain[0]):
         return None
-    sizes = _sizes_to_hoist(index, chain[0])
+    order = {node: position for position, node in enumerate(end.graph.nodes)}
+    if _mode_changes(chain[0], list(end.users), order):
+        return None
+    sizes = _sizes_to_hoist(index, chain[0], order)
     if sizes is None:
         return None
     for size in sizes:
@@ -88,9 +91,9 @@ def _only_slice(node: Node) -> Any:
 def _slices_rows(index: Any, dims: int) -> bool:
     """Whether ``index`` is a slice of the last dim but one, and takes all of the others."""
     parts = list(index) if isinstance(index, tuple) else [index]
-    left = dims - sum(part is not Ellipsis for part in parts)
     if any(part is not Ellipsis and not isinstance(part, slice) for part in parts):
         return False
+    left = dims - sum(part is not Ellipsis for part in parts)
     at = parts.index(Ellipsis) if Ellipsis in parts else len(parts)
     parts[at : at + 1] = [ALL] * left
     rows = parts.pop(-2)
@@ -124,12 +127,11 @@ def _is_narrower(product: Node) -> bool:
     return known and hint_of(source.shape[-1]) < hint_of(value_of(product).shape[-1])
 
 
-def _mode_changes(product: Node, slices: Sequence[Node]) -> bool:
+def _mode_changes(product: Node, slices: Sequence[Node], order: Mapping[Node, int]) -> bool:
     """Whether gradients are switched between a product and its slices, or inference mode is on.
 
     A slice where gradients are off stands for a detach, though its example requires one.
     """
-    order = {node: position for position, node in enumerate(product.graph.nodes)}
     last = max(order[node] for node in slices)
     switches = [node for node in order if name_of(node) in _SWITCHES and order[node] < last]
     return any(
@@ -137,10 +139,9 @@ def _mode_changes(product: Node, slices: Sequence[Node]) -> bool:
     )
 
 
-def _sizes_to_hoist(index: Any, product: Node) -> list[Node] | None:
+def _sizes_to_hoist(index: Any, product: Node, order: Mapping[Node, int]) -> list[Node] | None:
     """The sizes in ``index`` that are computed after ``product``, in order; ``None`` if they need
     more than sizes."""
-    order = {node: position for position, node in enumerate(product.graph.nodes)}
     pending: list[Node] = []
     map_arg(index, pending.append)
     found: set[Node] = set()

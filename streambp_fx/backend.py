@@ -24,9 +24,6 @@ from ._torch import (
     disable_current_modes,
     donate_nothing,
 )
-from .explaining.body_memory import eager_workspace
-from .explaining.step_memory import predict
-from .explaining.units import bytes_text
 from .options import Options, parse_options
 from .passes.decompositions import decompositions
 from .passes.defer_outputs import defer_outputs
@@ -176,6 +173,11 @@ class Compilation:
         """Log one line at INFO, and the rest at DEBUG."""
         if not log.isEnabledFor(logging.INFO):
             return
+        # Not at the top: training without a log needs none of it.
+        from .explaining.body_memory import eager_workspace
+        from .explaining.step_memory import predict
+        from .explaining.units import bytes_text
+
         report = Report.of(self.history)
         with disable_current_modes():
             peak = predict(self.history, eager_workspace).peak.nbytes

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from torch.fx import GraphModule, Node
 
-from ..passes.dataflow import descendants
+from ..passes.dataflow import descendants, is_tangent
 from ..passes.loops import StreamLoop
 from ..passes.pipeline import History
 from ..passes.placement import source_of
@@ -95,7 +95,7 @@ def _spoken(name: str) -> str:
 def _node_names(graph_module: GraphModule, known: Mapping[str, str]) -> dict[str, str]:
     names: dict[str, str] = {}
     placeholders = _placeholders(graph_module)
-    tangents = [node for node in placeholders if "tangents" in str(node.target)]
+    tangents = [node for node in placeholders if is_tangent(node)]
     # The line of a gradient is that of the value, whose name it must not have.
     gradients = descendants(graph_module.graph, tangents)
     assigned: set[str | None] = set()

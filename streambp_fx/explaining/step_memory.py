@@ -21,6 +21,7 @@ from torch.fx.node import map_arg
 from streambp_fx._torch import FakeTensorMode, pytree, storage_id
 
 from ..passes.body import LoopBody
+from ..passes.dataflow import is_tangent
 from ..passes.loops import StreamLoop, chunk_bounds, chunk_inputs, chunk_ranges
 from ..passes.pipeline import History
 from ..passes.placement import hint_of
@@ -92,7 +93,7 @@ def predict(history: History, workspace: Workspace) -> StepMemory:
         # What is saved goes by its name: sizes come last in one graph, and first in the other.
         returned: Any = forward.graph.output_node().args[0]
         made = {node.name: (node, value) for node, value in zip(returned, results, strict=True)}
-        saved = {node: made[node.name] for node in placeholders if "tangents" not in node.name}
+        saved = {node: made[node.name] for node in placeholders if not is_tangent(node)}
         walk.keep([value for _, value in saved.values()])
         known = {node.name: terms[source] for node, (source, _) in saved.items() if source in terms}
         inputs = [saved[node][1] if node in saved else _fake(node) for node in placeholders]

@@ -21,6 +21,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..passes.body import BodyCall, BodyPlan, LoopBody, Ref
+from ..passes.dataflow import is_tangent
 from ..passes.loops import StreamLoop
 
 streambp = torch.ops.streambp
@@ -82,7 +83,7 @@ def label(
         if node.op == "placeholder":
             if node.name in known:
                 found[node] = known[node.name]
-            elif "tangents" in node.name:
+            elif is_tangent(node):
                 found[node] = Term.UNSTREAMED  # so is what glue makes of it alone
             if node.name in parameters:
                 weights.add(node)
