@@ -63,7 +63,7 @@ def simplify_causal_masks(gm: GraphModule) -> list[MaskReport]:
     3. Erase masks without users, and what only they used.
     """
     interpreter = Interpreter(gm.graph)
-    facts: dict[Node, MaskFacts] = {}
+    facts: dict[tuple[Node, torch.dtype], MaskFacts] = {}
     reports = []
     for call in list(gm.graph.nodes):
         positions = _operand_positions(call)
@@ -73,12 +73,13 @@ def simplify_causal_masks(gm: GraphModule) -> list[MaskReport]:
         mask = arguments["bias"]
         if not isinstance(mask, Node):
             continue
-        if mask not in facts:
-            facts[mask] = prove_mask(mask, interpreter)
-        change = _decide(facts[mask], arguments["causal"], _is_square(arguments))
+        key = (mask, arguments["query"].meta["val"].dtype)
+        if key not in facts:
+            facts[key] = prove_mask(mask, interpreter, key[1])
+        change = _decide(facts[key], arguments["causal"], _is_square(arguments))
         _apply(call, change, positions)
-        reports.append(MaskReport(call.name, mask.name, change, facts[mask], source_of(mask)))
-    _erase_unused(facts)
+        reports.append(MaskReport(call.name, mask.name, change, facts[key], source_of(mask)))
+    _erase_unused(mask for mask, _ in facts)
     gm.recompile()
     return reports
 

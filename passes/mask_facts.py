@@ -5,13 +5,14 @@ Glossary
 allowed
     A boolean mask's element is True, or an additive mask's is not a fill.
 fill
-    An additive mask's ``-inf``, or a finite number at or below `FINITE_FILL`.
+    An additive mask's ``-inf``, or a finite number that no score outweighs (`finite_fill`).
 q, k
     The coordinates of the mask's last two dims, query and key.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -36,9 +37,18 @@ from .mask_interpreter import Interpreter
 from .mask_runs import consequences
 from .mask_values import Real, Value, constant_value, data_names
 
-FINITE_FILL = torch.finfo(torch.float16).min
-"""The largest finite number that counts as a fill: beside an element of 0, softmax makes exactly 0
-of it, for scores that differ by less than 60000."""
+
+def finite_fill(dtype: torch.dtype) -> float:
+    """The largest number that counts as a fill among scores of ``dtype``.
+
+    Softmax makes exactly 0 of a key at the lowest number of a dtype, unless scores are so far
+    apart that the dtype hardly holds their difference. Any higher number is one that scores may
+    reach: ``-1e9`` hides nothing where scores are of that size. float16 has no number that is low
+    enough. What is lowest in bfloat16 is so in float32, where such masks are converted to it.
+    """
+    if dtype == torch.float16:
+        return -math.inf
+    return torch.finfo(torch.float64 if dtype == torch.float64 else torch.bfloat16).min
 
 
 @dataclass(frozen=True)
@@ -97,12 +107,15 @@ class _Element:
     assumes_finite: frozenset[str] = frozenset()
 
 
-def prove_mask(node: Node, interpreter: Interpreter | None = None) -> MaskFacts:
+def prove_mask(
+    node: Node, interpreter: Interpreter | None = None, scores: torch.dtype | None = None
+) -> MaskFacts:
     """The facts of the mask that ``node`` computes, ``[..., L, S]`` or broadcastable to it.
 
     Args:
         node: a boolean (True: may attend) or additive floating-point mask.
         interpreter: of the node's graph, to share what was computed for other masks.
+        scores: the dtype of what an additive mask is added to, if it is not the mask's.
 
     Adds no guards: sizes are compared as expressions.
     """
@@ -112,13 +125,14 @@ def prove_mask(node: Node, interpreter: Interpreter | None = None) -> MaskFacts:
         return MaskFacts(reason=f"{interpreter.obstacle.name} writes to a tensor in place")
     if not (dtype == torch.bool or dtype.is_floating_point):
         return MaskFacts(reason=f"a mask of {dtype} is neither boolean nor additive")
+    fill = finite_fill(torch.promote_types(dtype, scores or dtype))
     sizes = interpreter.sizes(node)
     row, column = _rows(sizes), _columns(sizes)
     value = interpreter.value(node, _index(sizes, row, column))
-    element = _with_consequences(_classified(value), interpreter)
+    element = _with_consequences(_classified(value, fill), interpreter)
     own = _columns(sizes) if _has(sizes, 1) else _rows(sizes)
     is_square = not (_has(sizes, 1) and _has(sizes, 2)) or sizes[-1] == sizes[-2]
-    diagonal = _classified(interpreter.value(node, _index(sizes, own, own)))
+    diagonal = _classified(interpreter.value(node, _index(sizes, own, own)), fill)
     facts = _facts(element, diagonal, row, column, is_square)
     if facts.exactly_causal or facts.always_allowed:
         return facts
@@ -176,7 +190,7 @@ def _index(sizes: tuple[Linear, ...], row: Linear, column: Linear) -> Index:
     return (*leading, row, column)[-len(sizes) :] if sizes else ()
 
 
-def _classified(value: Value) -> _Element:
+def _classified(value: Value, fill: float) -> _Element:
     if not isinstance(value, tuple):
         return _Element(allowed=value, plain=value, finite=FALSE)
     allowed, plain, finite = [], [], []
@@ -187,7 +201,7 @@ def _classified(value: Value) -> _Element:
             assumes |= number.assuming
         if constant == 0:
             plain.append(guard)
-        if constant is None or not constant <= FINITE_FILL:
+        if constant is None or not constant <= fill:
             allowed.append(guard)
         elif constant > float("-inf"):
             finite.append(guard)
@@ -262,7 +276,7 @@ def constant_facts(mask: torch.Tensor, rows: int = 256) -> MaskFacts:
         if mask.dtype == torch.bool:
             allowed = plain = block
         else:
-            allowed, plain = ~(block <= FINITE_FILL), block == 0
+            allowed, plain = ~(block <= finite_fill(mask.dtype)), block == 0
             finite |= bool((~allowed & block.isfinite()).any())
         future_free &= not bool((allowed & (ahead > 0)).any())
         past_plain &= bool((plain | (ahead > 0)).all())

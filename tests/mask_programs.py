@@ -11,7 +11,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from streambp_fx._torch import select_decomp_table
-from streambp_fx.passes.mask_facts import FINITE_FILL, MaskFacts, prove_mask
+from streambp_fx.passes.mask_facts import MaskFacts, finite_fill, prove_mask
 
 NEG_INF = float("-inf")
 FP32_MIN = torch.finfo(torch.float32).min
@@ -28,7 +28,7 @@ def check_facts(facts: MaskFacts, mask: Tensor, length: int) -> None:
     if mask.dtype == torch.bool:
         allowed = plain = mask
     else:
-        allowed, plain = ~(mask <= FINITE_FILL), mask == 0
+        allowed, plain = ~(mask <= finite_fill(mask.dtype)), mask == 0
         # A row of nothing but finite fills attends to all its keys.
         only_fills = ~allowed.any(-1, keepdim=True)
         allowed = allowed | (only_fills & mask.isfinite())
