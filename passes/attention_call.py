@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 
 import streambp_fx.ops.attention  # noqa: F401  (defines the op)
+from streambp_fx._torch import FakeTensor
 
 from .attention_heads import Ungrouped, before_repeat
 from .dynamo_calls import value_of
@@ -23,6 +24,7 @@ from .dynamo_emit import Emitter
 from .placement import source_of
 from .rules.sizes import same_size
 from .rules.spec import Size
+from .writes import Writes
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,7 @@ def tensor_of(node: Node) -> Tensor:
         CannotNormalizeError: the node is no tensor, or Dynamo recorded no example.
     """
     value = value_of(node)
-    if not isinstance(value, Tensor):
+    if not isinstance(value, FakeTensor):  # wrappers of vmap and others change what ops mean
         raise CannotNormalizeError(f"the shape of {node} is unknown")
     return value
 
@@ -92,20 +94,23 @@ def check_bias(bias: Node) -> None:
         raise CannotNormalizeError(f"the bias {bias} needs a gradient")
 
 
-def emit_attention(emit: Emitter, call: AttentionCall) -> Node:
+def emit_attention(emit: Emitter, call: AttentionCall, writes: Writes) -> Node:
     """The node that holds the attention's result, in the rank and dtype of the program's.
+
+    ``writes`` are those of the graph: the operands must be unchanged where ``emit`` inserts.
 
     Raises:
         CannotNormalizeError: shapes that the op does not take. No node is added then.
     """
     if call.bias is not None:
         check_bias(call.bias)
-    key, value = _ungrouped(call)
+    key, value = _ungrouped(call, emit.before, writes)
     rank = _check_shapes(call, _heads_of(call.key, key), _heads_of(call.value, value))
     scale = _scale(call)
+    query, scale = _with_positive_scale(emit, call.query, scale)
     operands = [
         _operand(emit, node, call.dtype, rank)
-        for node in (call.query, _source(emit, call.key, key), _source(emit, call.value, value))
+        for node in (query, _source(emit, call.key, key), _source(emit, call.value, value))
     ]
     seed = None
     if call.dropout_p > 0.0:
@@ -139,9 +144,11 @@ def _nan_in_blind_rows(emit: Emitter, out: Node, logsumexp: Node) -> Node:
     return emit.call(operator.mul, out, emit.method("unsqueeze", factors, -1))
 
 
-def _ungrouped(call: AttentionCall) -> tuple[Ungrouped | None, Ungrouped | None]:
+def _ungrouped(
+    call: AttentionCall, at: Node, writes: Writes
+) -> tuple[Ungrouped | None, Ungrouped | None]:
     """K and V before they were repeated, if both were, from the same number of heads."""
-    key, value = before_repeat(call.key), before_repeat(call.value)
+    key, value = (before_repeat(node, at, writes) for node in (call.key, call.value))
     if key is None or value is None:
         return None, None
     heads = [tensor_of(one.source).shape[one.head_dim] for one in (key, value)]
@@ -188,11 +195,21 @@ def _all_same(sizes: Sequence[Size]) -> bool:
 
 def _scale(call: AttentionCall) -> float:
     if call.scale is not None:
+        if not math.isfinite(call.scale):
+            raise CannotNormalizeError(f"the scale is {call.scale}")
         return call.scale
     size = tensor_of(call.query).shape[-1]
     if not isinstance(size, int):
         raise CannotNormalizeError("the head size, which sets the scale, is not a constant")
     return 1.0 / math.sqrt(size)
+
+
+def _with_positive_scale(emit: Emitter, query: Node, scale: float) -> tuple[Node, float]:
+    """Kernels scale what is masked too: ``-inf`` times a number that is not positive is no mask."""
+    if scale > 0.0:
+        return query, scale
+    sign, size = (0.0, 1.0) if scale == 0.0 else (-1.0, -scale)
+    return emit.call(operator.mul, query, sign), size
 
 
 def _source(emit: Emitter, node: Node, ungrouped: Ungrouped | None) -> Node:

@@ -9,6 +9,7 @@ stay grouped. Also with the heads in dim 2 and a ``transpose(1, 2)`` after it.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.fx import Node
 
 from .dynamo_calls import argument_of, is_call, value_of
 from .rules.sizes import same_shape, same_size
+from .writes import Writes
 
 
 @dataclass(frozen=True)
@@ -27,18 +29,33 @@ class Ungrouped:
     head_dim: int
 
 
-def before_repeat(node: Node) -> Ungrouped | None:
-    """What ``node``, ``[B, H, S, E]``, repeats each head of; ``None`` if it repeats nothing."""
-    node = _through_contiguous(node)
+def before_repeat(node: Node, at: Node, writes: Writes) -> Ungrouped | None:
+    """What ``node``, ``[B, H, S, E]``, repeats each head of; ``None`` if it repeats nothing.
+
+    ``at`` is where the result will be read: a source that is not the same then, or copies of it
+    that were changed after they were made, are no repetition.
+    """
+    last = _through_contiguous(node)
     head_dim = 1
-    if is_call(node, "transpose", "swapaxes") and _swaps_heads_and_rows(node):
-        node, head_dim = _through_contiguous(node.args[0]), 2
+    if is_call(last, "transpose", "swapaxes") and _swaps_heads_and_rows(last):
+        last, head_dim = _through_contiguous(last.args[0]), 2
     source = (
-        _before_interleave(node, head_dim)
-        or _before_expand(node, head_dim)
-        or _before_one_head(node, head_dim)
+        _before_interleave(last, head_dim)
+        or _before_expand(last, head_dim)
+        or _before_one_head(last, head_dim)
     )
-    return None if source is None else Ungrouped(source, head_dim)
+    if source is None:
+        return None
+    links = list(_links(node, source))
+    changed = [writes.between(one, links[-1], at) for one in (source, *links)]
+    return None if any(changed) else Ungrouped(source, head_dim)
+
+
+def _links(node: Any, source: Node) -> Iterator[Node]:
+    """The calls from ``node`` back to ``source``, each made of the next."""
+    while node is not source:
+        yield node
+        node = node.args[0]
 
 
 def _through_contiguous(node: Any) -> Any:
@@ -75,6 +92,8 @@ def _before_expand(node: Node, head_dim: int) -> Node | None:
     unsqueezed = expanded.args[0]
     if not is_call(unsqueezed, "unsqueeze", "getitem", "view", "reshape"):
         return None
+    if is_call(unsqueezed, "getitem") and not _only_adds_dims(unsqueezed.args[1]):
+        return None
     source = _tensor_node(unsqueezed.args[0], rank=4)
     if source is None:
         return None
@@ -90,6 +109,12 @@ def _before_expand(node: Node, head_dim: int) -> Node | None:
         and same_shape(last.shape, merged)
     )
     return source if keeps_elements else None
+
+
+def _only_adds_dims(index: Any) -> bool:
+    """Whether an index is of ``:``, ``None`` and ``...`` alone, and takes every element."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(part is None or part is Ellipsis or part == slice(None) for part in parts)
 
 
 def _before_one_head(node: Node, head_dim: int) -> Node | None:

@@ -7,14 +7,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch.fx import Node
 
 from .attention_call import CannotNormalizeError, tensor_of
-from .dynamo_calls import argument_of, is_call
+from .dynamo_calls import argument_of, arguments_of, is_call
 from .dynamo_emit import Emitter
-
-PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
 
 
 def query_and_key(emit: Emitter, product: Node) -> tuple[Node, Node]:
@@ -25,9 +24,7 @@ def query_and_key(emit: Emitter, product: Node) -> tuple[Node, Node]:
             of another form.
     """
     if not is_call(product, "einsum"):
-        left, right = _two(
-            product, product.args[1:] if is_call(product, "baddbmm") else product.args
-        )
+        left, right = _factors(product)
         return left, _transposed(emit, right)
     (query, key), (query_term, key_term), result = _einsum(product)
     *batch, row, column = list(result)
@@ -53,8 +50,8 @@ def value_operand(emit: Emitter, output: Node, weights: Node) -> tuple[Node, lis
             an einsum of another form.
     """
     if not is_call(output, "einsum"):
-        left, right = _two(output, output.args)
-        if left is not weights:
+        left, right = _factors(output)
+        if left is not weights or is_call(output, "baddbmm"):
             raise CannotNormalizeError("the attention weights are not the left operand")
         return right, None
     (left, right), (weights_term, value_term), result = _einsum(output)
@@ -69,10 +66,19 @@ def value_operand(emit: Emitter, output: Node, weights: Node) -> tuple[Node, lis
     return value, [natural.index(letter) for letter in result]
 
 
-def _two(product: Node, operands: Sequence[object]) -> tuple[Node, Node]:
-    if len(operands) >= 2 and isinstance(operands[0], Node) and isinstance(operands[1], Node):
+def _factors(product: Node) -> tuple[Node, Node]:
+    """The two operands of a matrix product, in every form that takes nothing else."""
+    names = ("input", "mat2" if is_call(product, "bmm") else "other")
+    if is_call(product, "baddbmm"):
+        found = arguments_of(product, "input", "batch1", "batch2", "beta", "alpha")
+        return _two(product, (found or ())[1:3])
+    return _two(product, arguments_of(product, *names) or ())
+
+
+def _two(product: Node, operands: Sequence[Any]) -> tuple[Node, Node]:
+    if len(operands) == 2 and all(isinstance(operand, Node) for operand in operands):
         return operands[0], operands[1]
-    raise CannotNormalizeError(f"the operands of {product} are not positional")
+    raise CannotNormalizeError(f"{product} has not two operands and no other argument")
 
 
 def _transposed(emit: Emitter, node: Node) -> Node:
@@ -88,6 +94,8 @@ def _transposed(emit: Emitter, node: Node) -> Node:
 
 def _einsum(node: Node) -> tuple[tuple[Node, Node], tuple[str, str], str]:
     """Operands, their terms, and the result's term."""
+    if node.kwargs or len(node.args) < 2:
+        raise CannotNormalizeError(f"the operands of {node} are not positional")
     equation, *operands = node.args
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = list(operands[0])

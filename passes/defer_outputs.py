@@ -38,11 +38,11 @@ from streambp_fx.deferred import DeferredTensor, deferred_tensor
 from streambp_fx.deferred_values import Recipe
 
 from .autocast_regions import AutocastState, nodes_with_autocast
+from .dynamo_calls import example_of
 from .frontier import (
     Frontier,
     byte_hint,
     cheapest_frontier,
-    example_of,
     extract,
     itself,
 )
@@ -50,6 +50,7 @@ from .placement import hint_of
 from .rowwise import is_rowwise
 from .rules.sizes import expr_of, product
 from .rules.spec import Size
+from .writes import Writes
 
 SizeOf = Callable[[Sequence[Any]], int]
 """A size as a function of the graph's inputs."""
@@ -183,10 +184,11 @@ def _choose(graph: Graph, outputs: Sequence[Node]) -> dict[Node, Frontier | None
     ]
     order = {node: index for index, node in enumerate(graph.nodes)}
     autocast = dict(nodes_with_autocast(graph, AutocastState()))
+    writes = Writes(graph)
     chosen: dict[Node, Frontier | None] = {}
     kept: dict[Node, None] = {}
     for node in sorted(large, key=order.__getitem__, reverse=True):
-        frontier = cheapest_frontier(node, order, autocast)
+        frontier = cheapest_frontier(node, order, autocast, writes)
         if not chosen or node in kept:
             # One tensor at most the size of a hidden state may stay: a model with few classes.
             frontier = frontier or itself(node)

@@ -2,19 +2,28 @@
 
 ``torch.matmul(a, b)``, ``a.matmul(b)``, ``a @ b`` and ``operator.matmul`` are the same call; so are
 ``torch.nn.functional.softmax``, ``torch.softmax`` and the method. What is called is therefore
-compared by name, and only for functions of torch and of `operator`.
+compared by name, and only for functions that torch, ``torch.nn.functional`` and `operator` hold
+under that name: ``torch.masked.softmax`` is another function.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Iterable
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import map_arg
 
+_NAMESPACES: tuple[Any, ...] = (
+    *(torch, torch.Tensor, torch.nn.functional, operator),
+    *(torch._C, torch._C._nn, torch.amp.autocast_mode),
+)
 _MODULES = ("torch", "_operator", "operator")
+_MODE_SWITCHES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 _VIEWS_AND_CASTS = (
     *("expand", "broadcast_to", "reshape", "view", "flatten", "unsqueeze", "getitem", "repeat"),
     *("repeat_interleave", "transpose", "swapaxes", "permute", "contiguous", "clone"),
@@ -27,14 +36,33 @@ def name_of(node: Any) -> str | None:
     if not isinstance(node, Node):
         return None
     if node.op == "call_method":
-        return str(node.target).rstrip("_")
+        return _plain(str(node.target))
     if node.op != "call_function":
         return None
-    module = getattr(node.target, "__module__", None) or ""
+    name = getattr(node.target, "__name__", "")
+    held = any(getattr(space, name, None) is node.target for space in _NAMESPACES)
+    return _plain(name) if held else None
+
+
+def _plain(name: str) -> str:
+    return name[:-1] if name.endswith("_") and not name.endswith("__") else name
+
+
+def is_torch_function(target: Any) -> bool:
+    """Whether ``target`` is a function of torch or of `operator`, not of another package."""
+    module = getattr(target, "__module__", None) or ""
     # Functions implemented in C++ have no module, or an object as __self__ that is torch's.
-    if module and module.split(".")[0] not in _MODULES:
-        return None
-    return getattr(node.target, "__name__", "").rstrip("_")
+    return not module or module.split(".")[0] in _MODULES
+
+
+def is_mode_switch(node: Node) -> bool:
+    """Whether the node changes whether what follows has a gradient."""
+    return getattr(node.target, "__name__", "") in _MODE_SWITCHES
+
+
+def is_flex_attention(node: Node) -> bool:
+    """Whether the node is flex attention, whose subgraphs are score and mask functions."""
+    return getattr(node.target, "__name__", "").startswith("flex_attention")
 
 
 def is_call(node: Any, *names: str) -> TypeGuard[Node]:
@@ -49,9 +77,32 @@ def argument_of(node: Node, position: int, name: str, default: Any = None) -> An
     return node.kwargs.get(name, default)
 
 
+def arguments_of(node: Node, *names: str) -> tuple[Any, ...] | None:
+    """The arguments of a call whose parameters are ``names``, in order, ``None`` for absent ones.
+
+    ``None`` if the call has others as well, of which a reader would know nothing.
+    """
+    if len(node.args) > len(names) or not set(node.kwargs) <= set(names):
+        return None
+    return tuple(argument_of(node, position, name) for position, name in enumerate(names))
+
+
+def times_read(node: Node) -> int:
+    """How often ``node`` stands among the arguments of other nodes."""
+    reads: list[Node] = []
+    for user in node.users:
+        map_arg((user.args, user.kwargs), reads.append)
+    return reads.count(node)
+
+
+def example_of(node: Node) -> Any:
+    """The fake value of a node of a Dynamo graph."""
+    return node.meta.get("example_value")
+
+
 def value_of(node: Any) -> Any:
     """The example tensor of a node, ``None`` where it is no tensor or Dynamo recorded none."""
-    value = node.meta.get("example_value") if isinstance(node, Node) else None
+    value = example_of(node) if isinstance(node, Node) else None
     return value if isinstance(value, Tensor) else None
 
 

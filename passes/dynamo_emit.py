@@ -18,20 +18,20 @@ class Emitter:
     """Inserts nodes before ``before``, each with its example value and the same provenance."""
 
     def __init__(self, before: Node) -> None:
-        self._before = before
+        self.before = before
         self._emitted: list[Node] = []
 
     def call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         """A call of the function ``target``."""
-        graph = self._before.graph
-        with graph.inserting_before(self._before):
+        graph = self.before.graph
+        with graph.inserting_before(self.before):
             node = graph.call_function(target, args, kwargs)
         return self._describe(node, target)
 
     def method(self, name: str, *args: Any, **kwargs: Any) -> Node:
         """A call of the method ``name`` of ``args[0]``."""
-        graph = self._before.graph
-        with graph.inserting_before(self._before):
+        graph = self.before.graph
+        with graph.inserting_before(self.before):
             node = graph.call_method(name, args, kwargs)
         return self._describe(node, lambda tensor, *rest, **kw: getattr(tensor, name)(*rest, **kw))
 
@@ -43,7 +43,7 @@ class Emitter:
 
     def _describe(self, node: Node, function: Callable[..., Any]) -> Node:
         self._emitted.append(node)
-        meta = self._before.meta
+        meta = self.before.meta
         node.meta.update({key: meta[key] for key in _PROVENANCE if key in meta})
         args = map_arg(node.args, lambda argument: argument.meta["example_value"])
         kwargs = map_arg(node.kwargs, lambda argument: argument.meta["example_value"])

@@ -18,7 +18,6 @@ ids, 0 bytes, with the whole model inside.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,8 +34,10 @@ from streambp_fx._torch import (
 )
 
 from .autocast_regions import AutocastState
+from .dynamo_calls import example_of
 from .placement import hint_of
 from .rules.sizes import product
+from .writes import Writes, writes_in_place
 
 aten = torch.ops.aten
 INPUTS = ("placeholder", "get_attr")
@@ -50,16 +51,6 @@ _PRODUCTS = frozenset(
         aten.convolution.default,
     }
 )
-
-_IN_PLACE_OPERATORS = frozenset(
-    getattr(operator, f"i{name}")
-    for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")
-)
-
-
-def example_of(node: Node) -> Any:
-    """The fake value of a node of a Dynamo graph."""
-    return node.meta.get("example_value")
 
 
 def byte_hint(value: Any) -> int:
@@ -91,11 +82,15 @@ def itself(output: Node) -> Frontier:
 
 
 def cheapest_frontier(
-    output: Node, order: Mapping[Node, int], autocast: Mapping[Node, AutocastState]
+    output: Node,
+    order: Mapping[Node, int],
+    autocast: Mapping[Node, AutocastState],
+    writes: Writes,
 ) -> Frontier | None:
     """The frontier of ``output`` with the fewest bytes, or ``None`` if none has fewer than it.
 
-    ``order`` and ``autocast`` have the position and the autocast region of each node.
+    ``order`` and ``autocast`` have the position and the autocast region of each node, ``writes``
+    what the graph changes in place.
     """
     best: Frontier | None = None
     best_bytes = byte_hint(example_of(output))
@@ -106,7 +101,11 @@ def cheapest_frontier(
     while frontier:
         latest = max(frontier, key=order.__getitem__)
         ops = ops_of(latest)
-        if ops is None or autocast[latest] != autocast[output] or not _repeatable(latest, ops):
+        if (
+            ops is None
+            or autocast[latest] != autocast[output]
+            or not _repeatable(latest, ops, writes)
+        ):
             break
         # A walk that ended at the token ids in the first layer would treat that layer's K/V cache
         # unlike the other layers'.
@@ -160,7 +159,7 @@ def ops_of(node: Node) -> list[Any] | None:
     fake_mode = fakes[0].fake_mode
     with fake_mode:
         # An op that works in place would change the examples themselves.
-        given = _stand_in if _works_in_place(node) else example_of
+        given = _stand_in if writes_in_place(node) else example_of
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), given)
     with torch.no_grad(), fake_mode, enable_python_dispatcher(), _Record() as record:
         if isinstance(node.target, str):
@@ -168,13 +167,6 @@ def ops_of(node: Node) -> list[Any] | None:
         else:
             node.target(*args, **kwargs)
     return record.ops
-
-
-def _works_in_place(node: Node) -> bool:
-    if node.target in _IN_PLACE_OPERATORS:
-        return True
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return name.endswith("_") and not name.endswith("__")
 
 
 def _stand_in(node: Node) -> Any:
@@ -195,16 +187,9 @@ def is_product(ops: list[Any]) -> bool:
     )
 
 
-def _repeatable(node: Node, ops: list[Any]) -> bool:
+def _repeatable(node: Node, ops: list[Any], writes: Writes) -> bool:
     """Whether running the node again, later, gives the same result."""
-    # Dynamo ran the graph's in-place ops on these fake tensors; their version counters, which
-    # views share, tell which of them were changed.
-    tensors = [
-        value
-        for value in map(example_of, (node, *node.all_input_nodes))
-        if isinstance(value, Tensor) and not value.is_inference()
-    ]
-    if any(tensor._version for tensor in tensors):
+    if any(writes.writers(value) for value in (node, *node.all_input_nodes)):
         return False
     return not any(torch.Tag.nondeterministic_seeded in op.tags for op in ops)
 

@@ -31,9 +31,10 @@ from .attention_call import (
     tensor_of,
 )
 from .autocast_regions import AutocastState, nodes_with_autocast
-from .dynamo_calls import argument_of, erase_unused, is_call
+from .dynamo_calls import argument_of, erase_unused, is_call, is_flex_attention
 from .dynamo_emit import Emitter
 from .recognize_attention import recognize_attention
+from .writes import Writes
 
 
 def normalize_attention(graph_module: GraphModule) -> list[Refusal]:
@@ -46,15 +47,16 @@ def normalize_attention(graph_module: GraphModule) -> list[Refusal]:
 
 def _normalize(graph_module: GraphModule, around: AutocastState) -> list[Refusal]:
     refusals: list[Refusal] = []
+    writes = Writes(graph_module.graph)
     for node, autocast in list(nodes_with_autocast(graph_module.graph, around)):
         if is_call(node, "scaled_dot_product_attention"):
             try:
-                _replace_sdpa(node, autocast)
+                _replace_sdpa(node, autocast, writes)
             except CannotNormalizeError as error:
                 refusals.append(refusal_of(node, str(error)))
         for body in _bodies(graph_module, node):
             refusals += _normalize(body, autocast)
-    refusals += recognize_attention(graph_module)
+    refusals += recognize_attention(graph_module, writes)
     graph_module.recompile()
     return refusals
 
@@ -70,12 +72,7 @@ def _bodies(graph_module: GraphModule, node: Node) -> Iterator[GraphModule]:
                 yield body
 
 
-def is_flex_attention(node: Node) -> bool:
-    """Whether the node is flex attention, whose subgraphs are score and mask functions."""
-    return getattr(node.target, "__name__", "").startswith("flex_attention")
-
-
-def _replace_sdpa(node: Node, autocast: AutocastState) -> None:
+def _replace_sdpa(node: Node, autocast: AutocastState, writes: Writes) -> None:
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
     defaults = (None, None, None, None, 0.0, False, None, False)
     query, key, value, mask, dropout_p, causal, scale, grouped = (
@@ -111,5 +108,8 @@ def _replace_sdpa(node: Node, autocast: AutocastState) -> None:
         out_dtype=dtype,
         grouped=grouped,
     )
-    node.replace_all_uses_with(emit_attention(Emitter(node), call))
+    attention = emit_attention(Emitter(node), call, writes)
+    # Others' memory is told by examples: what takes the call's place keeps its example.
+    attention.meta["example_value"] = node.meta["example_value"]
+    node.replace_all_uses_with(attention)
     erase_unused([node, key, value])

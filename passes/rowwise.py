@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from .dynamo_calls import argument_of, is_call, name_of, value_of
-from .frontier import Frontier, example_of, ops_of
+from .dynamo_calls import argument_of, example_of, is_call, is_torch_function, value_of
+from .frontier import Frontier, ops_of
 from .rules.sizes import same_size
 
 aten = torch.ops.aten
@@ -39,8 +39,10 @@ def keeps_rows(node: Node, rows: torch.Size, activations: set[Node]) -> bool:
     """
     if not all(_has_rows(one, rows) for one in (node, *node.all_input_nodes) if one in activations):
         return False
-    if not _has_rows(node, rows) or name_of(node) is None:  # others' functions may do anything
+    if not _has_rows(node, rows):
         return False
+    if not isinstance(node.target, str) and not is_torch_function(node.target):
+        return False  # others' functions may do anything
     if is_product_of(node, activations):
         return True
     ops = ops_of(node)

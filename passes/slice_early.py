@@ -15,7 +15,7 @@ and held twice; the gradient of ``rows`` is padded in their place, and is narrow
 loss reads, such as those of a prompt, are not multiplied at all.
 
 Left alone: products that are read in another way too or are no wider than what they are made from,
-and slices of another dim than the last but one.
+slices of another dim than the last but one, and what is written in place between or afterwards.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ from torch.fx.node import map_arg
 
 from streambp_fx._torch import FakeTensor
 
-from .dynamo_calls import name_of, value_of
-from .frontier import example_of
+from .dynamo_calls import example_of, is_call, is_mode_switch, value_of
 from .placement import hint_of
 from .rowwise import is_product_of, keeps_rows
+from .writes import Writes
 
 ALL = slice(None)
-_SWITCHES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
 
 
 def slice_early(graph_module: GraphModule) -> None:
@@ -46,21 +45,25 @@ def slice_early(graph_module: GraphModule) -> None:
         graph_module: a Dynamo graph, with fake values in ``meta["example_value"]``.
     """
     moved = False
+    writes = Writes(graph_module.graph)
     for node in list(graph_module.graph.nodes):
         end: Node | None = node
         while end is not None:
-            end = _moved(end)
+            end = _moved(end, writes)
             moved = moved or end is not None
     if moved:
         graph_module.graph.lint()
         graph_module.recompile()
 
 
-def _moved(end: Node) -> Node | None:
+def _moved(end: Node, writes: Writes) -> Node | None:
     """What stands for the slices of ``end``, which are its only readers; ``None`` if they stay."""
     index = _only_slice(end)
     chain = None if index is None else _chain_to_product(end)
     if chain is None or not _is_narrower(chain[0]):
+        return None
+    # Rows that are taken earlier must be those that are taken now.
+    if any(writer not in chain for node in chain for writer in writes.writers(node)):
         return None
     order = {node: position for position, node in enumerate(end.graph.nodes)}
     if _mode_changes(chain[0], list(end.users), order):
@@ -133,9 +136,9 @@ def _mode_changes(product: Node, slices: Sequence[Node], order: Mapping[Node, in
     A slice where gradients are off stands for a detach, though its example requires one.
     """
     last = max(order[node] for node in slices)
-    switches = [node for node in order if name_of(node) in _SWITCHES and order[node] < last]
+    switches = [node for node in order if is_mode_switch(node) and order[node] < last]
     return any(
-        order[node] > order[product] or name_of(node) != "_set_grad_enabled" for node in switches
+        order[node] > order[product] or not is_call(node, "_set_grad_enabled") for node in switches
     )
 
 
