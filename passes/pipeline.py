@@ -2,6 +2,7 @@
 
     replay_random_ops    random numbers become a function of a seed and the position
     normalize            aliases and repeats go
+    pin_layouts          what reads memory by strides gets it as it was traced
     compare_one_hots     scatters of one value become comparisons
     normalize_kernels    attention kernels that calls hid become our op
     simplify_causal_masks  masks that are proven causal are never built
@@ -28,6 +29,7 @@ from .normalize import normalize
 from .normalize_kernels import normalize_kernels
 from .one_axis import stream_along_one_axis
 from .one_hot import compare_one_hots
+from .pin_layouts import pin_layouts
 from .random_ops import replay_random_ops
 from .rewrite import Rewritten
 from .rules.spec import Size
@@ -52,6 +54,11 @@ def stream(
     normal = timed(history, "normalize", lambda: normalize(graph_module))
     history.graphs["normalized"] = normal
     history.keep("normalize", normal)
+    try:
+        timed(history, "pin_layouts", lambda: pin_layouts(normal))
+    except RewriteError as error:
+        history.unstreamed = str(error)
+        return None
     timed(history, "compare_one_hots", lambda: compare_one_hots(normal))
     timed(history, "normalize_kernels", lambda: normalize_kernels(normal))
     history.keep("normalize_kernels", normal)
