@@ -109,7 +109,7 @@ def emit_attention(emit: Emitter, call: AttentionCall, writes: Writes) -> Node:
     scale = _scale(call)
     query, scale = _with_positive_scale(emit, call.query, scale)
     operands = [
-        _operand(emit, node, call.dtype, rank)
+        _operand(emit, _kept(emit, node, writes), call.dtype, rank)
         for node in (query, _source(emit, call.key, key), _source(emit, call.value, value))
     ]
     seed = None
@@ -119,7 +119,7 @@ def emit_attention(emit: Emitter, call: AttentionCall, writes: Writes) -> Node:
     attention = emit.call(
         torch.ops.streambp.attention.default,
         *operands,
-        _bias(emit, call, rank),
+        _bias(emit, call, rank, writes),
         seed,
         call.causal,
         scale,
@@ -220,16 +220,23 @@ def _source(emit: Emitter, node: Node, ungrouped: Ungrouped | None) -> Node:
     return emit.method("transpose", ungrouped.source, 1, 2)
 
 
+def _kept(emit: Emitter, node: Node, writes: Writes) -> Node:
+    """``node``, copied if it is written later: the op saves what it reads for its backward."""
+    at = emit.before
+    later = any(writes.between(node, at, end) for end in at.graph.find_nodes(op="output"))
+    return emit.method("clone", node) if later else node
+
+
 def _operand(emit: Emitter, node: Node, dtype: torch.dtype, rank: int) -> Node:
     if tensor_of(node).dtype != dtype:
         node = emit.method("to", node, dtype)
     return _four_dims(emit, node, rank)
 
 
-def _bias(emit: Emitter, call: AttentionCall, rank: int) -> Node | None:
-    bias = call.bias
-    if bias is None:
+def _bias(emit: Emitter, call: AttentionCall, rank: int, writes: Writes) -> Node | None:
+    if call.bias is None:
         return None
+    bias = _kept(emit, call.bias, writes)
     value = tensor_of(bias)
     if value.dtype.is_floating_point and call.bias_dtype not in (None, value.dtype):
         bias = emit.method("to", bias, call.bias_dtype)

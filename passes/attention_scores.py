@@ -25,6 +25,7 @@ from .rules.sizes import same_shape
 from .writes import Writes
 
 PRODUCTS = ("matmul", "bmm", "baddbmm", "einsum")
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 CASTS = ("to", "float", "half", "bfloat16", "double", "type", "type_as", "contiguous", "clone")
 
 
@@ -148,7 +149,7 @@ def check_holds(node: Node, dtype: torch.dtype) -> None:
         CannotNormalizeError: ``node`` does not hold every number of ``dtype``: a cast rounds.
     """
     own = tensor_of(node).dtype
-    if not own.is_floating_point or torch.promote_types(own, dtype) != own:
+    if own != dtype and (own not in _FLOATS or torch.promote_types(own, dtype) != own):
         raise CannotNormalizeError(f"{node} rounds {dtype} to {own}")
 
 

@@ -30,6 +30,7 @@ from .attention_call import (
     refusal_of,
     tensor_of,
 )
+from .attention_layout import taking_the_place_of
 from .autocast_regions import AutocastState, nodes_with_autocast
 from .dynamo_calls import argument_of, erase_unused, is_call, is_flex_attention
 from .dynamo_emit import Emitter
@@ -108,8 +109,8 @@ def _replace_sdpa(node: Node, autocast: AutocastState, writes: Writes) -> None:
         out_dtype=dtype,
         grouped=grouped,
     )
-    attention = emit_attention(Emitter(node), call, writes)
-    # Others' memory is told by examples: what takes the call's place keeps its example.
-    attention.meta["example_value"] = node.meta["example_value"]
+    emit = Emitter(node)
+    attention = emit_attention(emit, call, writes)
+    attention = taking_the_place_of(emit, attention, node, writes)
     node.replace_all_uses_with(attention)
     erase_unused([node, key, value])

@@ -48,6 +48,7 @@ from .attention_call import (
     refusal_of,
     tensor_of,
 )
+from .attention_layout import taking_the_place_of
 from .attention_products import query_and_key, value_operand
 from .attention_scores import (
     CASTS,
@@ -108,8 +109,6 @@ def _replace(softmax: Node, products: Set[Node], writes: Writes) -> None:
     except CannotNormalizeError:
         emit.undo()
         raise
-    # Others' memory is told by examples: what takes the output's place keeps its example.
-    attention.meta["example_value"] = output.meta["example_value"]
     output.replace_all_uses_with(attention)
     erase_unused([output, *reversed(weights), *scores.chain])
 
@@ -214,7 +213,9 @@ def _emit(
         blind_rows_are_nan=bias.may_leave_no_key,
     )
     attention = emit_attention(emit, call, writes)
-    return attention if order is None else emit.method("permute", attention, *order)
+    if order is not None:
+        attention = emit.method("permute", attention, *order)
+    return taking_the_place_of(emit, attention, output, writes)
 
 
 class _Bias:

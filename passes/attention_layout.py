@@ -1,0 +1,78 @@
+"""The memory layout of an attention's result, where the program can tell it from another.
+
+Given:  ``y = weights @ v; z = y.view(B * H, T, E)``
+Result: ``y = streambp.attention(q, k, v, ...)[0].contiguous(); z = y.view(B * H, T, E)``
+
+The op's result lies in memory as ``[B, T, H, E]``, that of a product as ``[B, H, T, E]``. Most
+programs can not tell, and their ``y.transpose(1, 2).reshape(B, T, H * E)`` costs no copy then. A
+view can, and so can what is written to: ``y.transpose(1, 2).contiguous()`` is a copy of one layout
+and the same memory in the other.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.fx import Node
+
+from .attention_call import tensor_of
+from .dynamo_calls import example_of, is_call, is_torch_function
+from .dynamo_emit import Emitter
+from .placement import hint_of
+from .rules.sizes import same_size
+from .writes import Writes, share_memory
+
+_VIEWS = (
+    *("transpose", "swapaxes", "permute", "movedim", "unsqueeze", "squeeze", "select", "narrow"),
+    *("getitem", "chunk", "split", "unbind"),
+)
+_COPIES = ("contiguous", "clone", "reshape", "flatten")
+
+
+def taking_the_place_of(emit: Emitter, attention: Node, output: Node, writes: Writes) -> Node:
+    """What stands for ``output`` from now on: ``attention``, in its layout where that matters.
+
+    It gets the example of ``output``: by the examples, passes tell who shares whose memory.
+    """
+    result = attention
+    wanted, given = tensor_of(output), tensor_of(attention)
+    if not all(map(same_size, wanted.stride(), given.stride())) and _matters(output, writes):
+        order = _outermost_first(wanted)
+        back = [order.index(dim) for dim in range(wanted.dim())]
+        dense = emit.method("contiguous", emit.method("permute", attention, *order))
+        result = emit.method("permute", dense, *back)
+    result.meta["example_value"] = output.meta["example_value"]
+    return result
+
+
+def _outermost_first(tensor: Tensor) -> list[int]:
+    """The dims by falling stride; compares hints alone."""
+    strides = [hint_of(stride) for stride in tensor.stride()]
+    return sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+
+
+def _matters(output: Node, writes: Writes) -> bool:
+    """Whether anything that reads ``output``, or a view of it, depends on where elements lie."""
+    pending, seen = [output], set[Node]()
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if writes.writers(node):
+            return True
+        for user in node.users:
+            if is_call(user, *_VIEWS):
+                pending.append(user)
+            elif is_call(user, *_COPIES):
+                if writes.writers(user):
+                    return True
+            elif user.op == "output" or not _reads_values_alone(user, output):
+                return True
+    return False
+
+
+def _reads_values_alone(user: Node, output: Node) -> bool:
+    """Whether a call is torch's and makes something new of the values of its operands."""
+    if not isinstance(user.target, str) and not is_torch_function(user.target):
+        return False
+    return isinstance(example_of(user), Tensor) and not share_memory(user, output)
