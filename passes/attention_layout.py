@@ -11,6 +11,7 @@ and the same memory in the other.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 
@@ -35,10 +36,12 @@ def taking_the_place_of(emit: Emitter, attention: Node, output: Node, writes: Wr
     """
     result = attention
     wanted, given = tensor_of(output), tensor_of(attention)
-    if not all(map(same_size, wanted.stride(), given.stride())) and _matters(output, writes):
+    same_layout = all(map(same_size, wanted.stride(), given.stride()))
+    if _can_tell(output, writes, same_layout):
         order = _outermost_first(wanted)
         back = [order.index(dim) for dim in range(wanted.dim())]
-        dense = emit.method("contiguous", emit.method("permute", attention, *order))
+        dense = emit.method("permute", attention, *order)
+        dense = emit.method("clone", dense, memory_format=torch.contiguous_format)
         result = emit.method("permute", dense, *back)
     result.meta["example_value"] = output.meta["example_value"]
     return result
@@ -50,8 +53,12 @@ def _outermost_first(tensor: Tensor) -> list[int]:
     return sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
 
 
-def _matters(output: Node, writes: Writes) -> bool:
-    """Whether anything that reads ``output``, or a view of it, depends on where elements lie."""
+def _can_tell(output: Node, writes: Writes, same_layout: bool) -> bool:
+    """Whether the program can tell the memory of the op's result from that of ``output``.
+
+    By writing to it, of which the op saves more than a product does, or if it is not the
+    ``same_layout``, by reading it in a way that depends on where elements lie.
+    """
     pending, seen = [output], set[Node]()
     while pending:
         node = pending.pop()
@@ -66,13 +73,15 @@ def _matters(output: Node, writes: Writes) -> bool:
             elif is_call(user, *_COPIES):
                 if writes.writers(user):
                     return True
-            elif user.op == "output" or not _reads_values_alone(user, output):
+            elif not same_layout and not _reads_values_alone(user, output):
                 return True
     return False
 
 
 def _reads_values_alone(user: Node, output: Node) -> bool:
     """Whether a call is torch's and makes something new of the values of its operands."""
+    if user.op == "output":
+        return False
     if not isinstance(user.target, str) and not is_torch_function(user.target):
         return False
     return isinstance(example_of(user), Tensor) and not share_memory(user, output)

@@ -79,6 +79,7 @@ WRITTEN = {
         "x.s = torch.where(x.hidden, x.c, x.q @ x.k.mT / 3)",
         *SOFT[1:],
     ),
+    "output scaled": ("x.s = x.q @ x.k.mT", *SOFT[1:], "x.y.mul_(0.5)"),
     "scores written through a view": (
         "x.s = x.q @ x.k.mT",
         "x.s[..., 0] = -1.0",
