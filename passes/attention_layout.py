@@ -40,9 +40,12 @@ def taking_the_place_of(emit: Emitter, attention: Node, output: Node, writes: Wr
     if _can_tell(output, writes, same_layout):
         order = _outermost_first(wanted)
         back = [order.index(dim) for dim in range(wanted.dim())]
-        dense = emit.method("permute", attention, *order)
-        dense = emit.method("clone", dense, memory_format=torch.contiguous_format)
-        result = emit.method("permute", dense, *back)
+        if order != sorted(order):
+            attention = emit.method("permute", attention, *order)
+        result = emit.method("clone", attention, memory_format=torch.contiguous_format)
+        if order != sorted(order):
+            # Not a view, which autograd would not let the program write to everywhere.
+            result = emit.method("clone", emit.method("permute", result, *back))
     result.meta["example_value"] = output.meta["example_value"]
     return result
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
@@ -47,8 +48,10 @@ class Emitter:
         node.meta.update({key: meta[key] for key in _PROVENANCE if key in meta})
         args = map_arg(node.args, lambda argument: argument.meta["example_value"])
         kwargs = map_arg(node.kwargs, lambda argument: argument.meta["example_value"])
-        # The mode of the examples: that of the tracing context is another one by now.
+        # The mode of the examples: that of the tracing context is another one by now. No gradient:
+        # to autograd, the whole program has run on them, and its later writes forbid some calls.
         example = meta.get("example_value")
-        with example.fake_mode if isinstance(example, FakeTensor) else nullcontext():
+        mode = example.fake_mode if isinstance(example, FakeTensor) else nullcontext()
+        with mode, torch.no_grad():
             node.meta["example_value"] = function(*args, **kwargs)
         return node

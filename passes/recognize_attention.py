@@ -26,8 +26,8 @@ added bias: q is set to 0 in such rows, which makes their scores equal and their
 other finite fill is a number that scores may reach.
 
 Left to `token_products`, and noted: attention that fails a part of this proof, such as one whose
-scores or weights are used elsewhere too, whose bias needs a gradient, or that is both masked by an
-added bias and filled, so that filled keys keep weight where both are as low.
+scores or weights are used elsewhere too, whose bias needs a gradient, or that is filled after a
+bias of which nothing is known (`value_bounds`): filled keys keep weight where both are as low.
 """
 
 from __future__ import annotations
@@ -73,7 +73,11 @@ from .dynamo_calls import (
     value_of,
 )
 from .dynamo_emit import Emitter
+from .value_bounds import bounds_of
 from .writes import Writes, share_memory
+
+_MODERATE = 1e30
+"""A bias below this is nothing beside the lowest number of float32, bfloat16 or float64."""
 
 
 def recognize_attention(graph_module: GraphModule, writes: Writes) -> list[Refusal]:
@@ -194,7 +198,7 @@ def _emit(
     query, key = query_and_key(emit, scores.product)
     value, order = value_operand(emit, output, weights[-1])
     check_holds(weights[0], tensor_of(scores.product).dtype)
-    bias = _Bias(emit, tensor_of(scores.product).dtype, tensor_of(weights[0]).dtype)
+    bias = _Bias(emit, writes, tensor_of(scores.product).dtype, tensor_of(weights[0]).dtype)
     for step in scores.steps:
         bias.apply(step)
     dtype = tensor_of(scores.product).dtype
@@ -224,16 +228,19 @@ class _Bias:
     dtype: of the product. softmax_dtype: of the softmax, in which a fill may overflow to ``-inf``.
     """
 
-    def __init__(self, emit: Emitter, dtype: torch.dtype, softmax_dtype: torch.dtype) -> None:
+    def __init__(
+        self, emit: Emitter, writes: Writes, dtype: torch.dtype, softmax_dtype: torch.dtype
+    ) -> None:
         self.scale = 1.0
         self._emit = emit
+        self._writes = writes
         self._dtype = dtype
         self._softmax_dtype = softmax_dtype
         self._lowest = torch.finfo(softmax_dtype).min
         self._additive: Node | None = None
         self._allowed: Node | None = None
         self._unfilled: Node | None = None
-        self._masked = False
+        self._bounded = True  # what was added is no mask
 
     def apply(self, step: Step) -> None:
         """One more step.
@@ -249,12 +256,18 @@ class _Bias:
             if self._unfilled is not None:
                 # Where both are about as low, filled keys keep weight, and take no gradient.
                 raise CannotNormalizeError("a bias is added to scores that were filled")
+            self._bounded &= self._is_far_from_fills(step)
             bias = step.bias
             if not tensor_of(bias).dtype.is_floating_point:  # to the op, a boolean one is a mask
                 bias = self._emit.method("to", bias, self._dtype)
             self._add(self._times(bias, step.factor))
         else:
             self._fill(step)
+
+    def _is_far_from_fills(self, step: Add) -> bool:
+        """Whether a bias is proven to leave no score near the lowest number of the dtype."""
+        bounds = bounds_of(step.bias, self._writes)
+        return bounds is not None and max(map(abs, bounds)) * abs(step.factor) < _MODERATE
 
     def _multiply(self, factor: float) -> None:
         if factor == 0.0:
@@ -266,6 +279,7 @@ class _Bias:
         self.scale *= factor
         if self.scale == 0.0:
             raise CannotNormalizeError("the factors of the scores are 0 together")
+        self._bounded &= self._additive is None or abs(factor) <= 1.0
         if self._additive is not None:
             self._additive = self._times(self._additive, factor)
 
@@ -286,7 +300,7 @@ class _Bias:
         if with_nothing or step.fill < self._lowest:
             self._allowed = self._and(self._allowed, allowed)
             return
-        if self._additive is not None and self._unfilled is None:
+        if not self._bounded:
             # A bias may be as low as the fill: then filled keys keep weight, and take no gradient.
             raise CannotNormalizeError("scores are filled after a mask was added to them")
         self._unfilled = self._and(self._unfilled, allowed)

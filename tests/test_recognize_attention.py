@@ -208,6 +208,18 @@ def test_autocast_decides_the_dtype() -> None:
     assert captured.attentions()[0].args[0].meta["example_value"].dtype == torch.bfloat16
 
 
+def test_a_fill_after_a_bias_of_positions() -> None:
+    """ALiBi is bounded by what its integers hold: it is no mask."""
+
+    def program(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        slopes = 1.0 / torch.pow(2, torch.arange(1, H + 1).double())
+        positions = torch.arange(1 - q.shape[-2], 1, dtype=torch.int32)
+        bias = positions.view(1, 1, 1, -1) * slopes.view(1, H, 1, 1)
+        return (scaled(q, k) + bias).masked_fill(~causal(q), MIN).softmax(-1) @ v
+
+    normalised(compare(program, *qkv()))
+
+
 class TestRefusals:
     def refused(self, captured: Captured, reason: str) -> None:
         assert captured.attentions() == []
@@ -240,6 +252,13 @@ class TestRefusals:
             return (scaled(q, k).masked_fill(~causal(q), MIN) + bias).softmax(-1) @ v
 
         self.refused(compare(program, *qkv(), normal(T, grad=False)), "added to scores that were")
+
+    def test_fill_after_an_unknown_bias(self) -> None:
+        def program(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+            return (scaled(q, k) + bias).masked_fill(~causal(q), MIN).softmax(-1) @ v
+
+        bias = normal(T, T, grad=False)
+        self.refused(compare(program, *qkv(), bias), "after a mask was added")
 
     def test_fill_after_a_mask(self) -> None:
         """Padding added and the future filled: in a padded row both are as low."""
