@@ -111,7 +111,7 @@ def from_transformers(family: str, settings: dict[str, Any], *, attention: str =
     """The causal language model of ``family`` with random weights large enough to matter."""
     config = getattr(transformers, f"{family}Config")(**settings)
     config._attn_implementation = attention
-    head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
+    head = "LMHeadModel" if family in ("GPT2", "CTRL") else "ForCausalLM"
     model = getattr(transformers, f"{family}{head}")(config)
     # GPT-2's class is not named after its loss. Without this, transformers warns inside forward,
     # and the warning breaks the graph between the head and the loss.
