@@ -26,6 +26,7 @@ from streambp_fx._torch import (
 from streambp_fx.ops.philox import uniform_decomposition
 
 from .body import BodyPlan
+from .decompositions import decompositions
 from .loops import local_range
 from .run_plan import BodySizes, run_plan
 
@@ -39,11 +40,18 @@ def _scatter_computed_number(base: Tensor, dim: int, index: Tensor, value: Any) 
     return base.scatter(dim, index, source)
 
 
-BODY_DECOMPOSITIONS: dict[Any, Any] = {
-    torch.ops.streambp.uniform.default: uniform_decomposition,
-    torch.ops.aten.scatter.value: _scatter_computed_number,
-}
-"""Ops that are spelled out in bodies: ours, so that Inductor can fuse them, and one it fails at."""
+def _body_decompositions() -> dict[Any, Any]:
+    """Ops that are spelled out in bodies, from op overload to the function that does it.
+
+    One of ours, so that Inductor can fuse it, one that Inductor fails at, and again those of the
+    joint graph: what a body calls beyond that graph (``arange`` and casts for random numbers) must
+    be spelled out too, since Inductor refuses an op that it has a decomposition and no lowering of.
+    """
+    return {
+        **decompositions(),
+        torch.ops.streambp.uniform.default: uniform_decomposition,
+        torch.ops.aten.scatter.value: _scatter_computed_number,
+    }
 
 
 def trace_body(
@@ -63,7 +71,7 @@ def trace_body(
         with FakeTensorMode(shape_env=env) as mode:
             operands = _fake_operands(plan, sizes)
             tracer = make_fx(
-                lambda *inputs: run_plan(plan, *inputs), decomposition_table=BODY_DECOMPOSITIONS
+                lambda *inputs: run_plan(plan, *inputs), decomposition_table=_body_decompositions()
             )
             graph_module = tracer(*size_inputs, *operands)
     graph_module.graph.eliminate_dead_code()

@@ -85,6 +85,16 @@ def test_mask_is_the_same_for_every_chunking(name: str) -> None:
         assert_same_step(step(chunk), whole)
 
 
+def test_compiled_bodies_draw_the_numbers_of_their_plans() -> None:
+    torch.manual_seed(0)
+    model, batch = NanoGPT(1, dropout=0.3).double(), make_batch(2, LENGTH)
+    as_planned, compiled = (
+        run(model, batch, streamed(model, chunk_size=4, compile_bodies=chosen), loss=_seeded(3))
+        for chosen in (False, True)
+    )
+    assert_same_step(compiled, as_planned)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_seed_decides_the_mask(name: str) -> None:
     model, batch = _model(name), make_batch(2, LENGTH)
