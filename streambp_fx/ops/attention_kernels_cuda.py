@@ -1,7 +1,8 @@
 """One tile of attention by the flash and the memory-efficient kernel on CUDA.
 
 Both align the triangle of ``is_causal`` to the lower right here. See `attention_kernels` for the
-meaning of the arguments. These aten ops take ``[B, L, H, E]``.
+meaning of the arguments. These aten ops take ``[B, L, H, E]``; strides of operands are the
+caller's, but for adjacent elements of a row, and for what is made contiguous below.
 """
 
 from __future__ import annotations
@@ -129,15 +130,19 @@ def efficient_backward(
     lower_right: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Grouped heads are repeated for this tile: the kernel does not know them."""
+    """Grouped heads are repeated for this tile: the kernel does not know them.
+
+    It reads ``out`` by strides that it computes from the sizes, and rows of ``logsumexp`` as if
+    they were adjacent, whatever the strides of both.
+    """
     rows, heads = query.shape[2], query.shape[1]
     no_dropout_state = torch.zeros((), dtype=torch.int64, device=query.device)
     # exp(scores - inf) is 0: rows of padding take part in nothing.
-    padded = F.pad(logsumexp, (0, -rows % _LOGSUMEXP_ROWS_MULTIPLE), value=math.inf)
+    padded = F.pad(logsumexp, (0, -rows % _LOGSUMEXP_ROWS_MULTIPLE), value=math.inf).contiguous()
     grad_query, grad_key, grad_value, _ = torch.ops.aten._efficient_attention_backward(
         *_rows_first(grad_out, query, _repeat(key, heads), _repeat(value, heads)),
         _aligned(bias, query, key),
-        out.transpose(1, 2),
+        out.transpose(1, 2).contiguous(),
         None,
         None,
         rows,
@@ -178,5 +183,5 @@ def _aligned(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     keys = key.shape[2]
     padded = F.pad(
         bias.to(query.dtype).expand(*bias.shape[:3], keys), (0, -keys % _BIAS_KEYS_MULTIPLE)
-    )
+    ).contiguous()
     return padded[..., :keys].expand(*query.shape[:3], keys)
