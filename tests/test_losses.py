@@ -202,7 +202,6 @@ def test_function_itself_and_a_partial_of_it_are_compiled() -> None:
     assert_streamed_whole()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_compiled_bodies(family: str) -> None:
     function, _, make, _, _ = FAMILIES[family]
