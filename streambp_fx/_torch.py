@@ -33,6 +33,9 @@ from torch._dynamo.device_interface import (
 # Names the origin of a body's own sizes.
 from torch._dynamo.source import ConstantSource as ConstantSource
 
+# Notes which symbolic floats are constants; AOTAutograd starts Dynamo anew for any other.
+from torch._dynamo.symbolic_convert import TensorifyState
+
 # Marks the new value of an input that a traced program changes in place.
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
@@ -117,6 +120,9 @@ from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic as DimDynamic
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
+
+# Tells values that are read from tensors, which no guard can fix.
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols as free_unbacked_symbols
 
 # Compares sizes without adding a guard.
 from torch.fx.experimental.symbolic_shapes import statically_known_true as statically_known_true
@@ -222,6 +228,13 @@ def donate_nothing() -> None:
     metadata = context.fw_metadata if context is not None else None
     if metadata is not None and metadata.bw_donated_idxs:
         metadata.bw_donated_idxs.clear()
+
+
+def fixed_float(value: torch.SymFloat) -> float:
+    """The example's value of a symbolic float, which a guard now says it has always."""
+    # The symbol, which `expr` replaces by its value once it is known.
+    TensorifyState.specialize(str(value.node._expr))
+    return float(value)
 
 
 def clear_gpu_caches() -> None:

@@ -28,6 +28,7 @@ from .options import Options, parse_options
 from .passes.decompositions import decompositions
 from .passes.defer_outputs import defer_outputs
 from .passes.equal_shapes import equate_token_shapes
+from .passes.fixed_floats import fix_floats
 from .passes.inputs import InputRole
 from .passes.kernel_choice import kernel_choices
 from .passes.lower import lower
@@ -93,6 +94,7 @@ class Compilation:
     ) -> Callable[..., Any]:
         self.history.keep("captured", graph_module)
         equate_token_shapes(graph_module)
+        fix_floats(graph_module)
         self._normalize_attention(graph_module)
         self.history.keep("normalize_attention", graph_module)
         deferral = defer_outputs(

@@ -30,6 +30,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "default_partition": ("joint_module", "_joint_inputs", "num_fwd_outputs"),
     "detect_fake_mode": ("inputs",),
     "enable_python_dispatcher": (),
+    "free_unbacked_symbols": ("x",),
     "fx_graph_cse": ("fx_g",),
     "get_gpu_type": (),
     "is_big_gpu": ("index_or_device",),
