@@ -10,6 +10,7 @@ Result: a plan in which values made by loops are called for a chunk, values made
 from __future__ import annotations
 
 import operator
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -59,6 +60,23 @@ class Outside(Protocol):
 
     def symbol(self, name: str) -> Node:
         """The new graph's node with the size ``name``."""
+
+
+@dataclass(frozen=True)
+class _Way:
+    """How the chunk of a value follows from its tensor inputs: a call by a rule.
+
+    ``positions`` are where each input is read by chunk; ``None`` where it is read whole.
+    """
+
+    spec: Spec
+    letter: Letter
+    positions: list[Streamed | None]
+
+    def chunks(self, node: Node) -> list[tuple[Node, Streamed]]:
+        """The inputs of ``node`` that are read by chunk, and where."""
+        pairs = zip(tensor_inputs(node), self.positions, strict=True)
+        return [(source, position) for source, position in pairs if position is not None]
 
 
 class BodyBuilder:
@@ -182,19 +200,49 @@ class BodyBuilder:
 
     def chunk(self, arg: Node, at: Streamed) -> Ref:
         """The chunk of ``arg`` at position ``at``."""
+        # A stack, not recursion: what is computed inside may be a chain of thousands of calls.
+        ways: dict[tuple[Any, ...], _Way | None] = {}
+        stack = [(arg, at)]
+        while (known := self._known(arg, at)) is None:
+            node, place = stack[-1]
+            key = (node, place.key())
+            if self._known(node, place) is not None:
+                stack.pop()
+            elif key in ways:
+                self.taken[key] = self._take(node, place, ways[key])
+            else:
+                ways[key] = way = self._pulled(node, place)
+                stack.extend(reversed(way.chunks(node) if way is not None else []))
+        return known
+
+    def _known(self, arg: Node, at: Streamed) -> Ref | None:
+        """The chunk of ``arg`` at position ``at``, where the plan has it already."""
         if arg in self.made:
             place = self.axes.position(arg)
             if place is None or not place.matches(at):
                 raise RewriteError(f"{arg}: needed along another dim than it is streamed")
             made: Ref = self.made[arg]
             return made
-        key = (arg, at.key())
-        if key not in self.taken:
-            pulled = None if self.outside.available(arg) else self._pull(arg, at)
-            self.taken[key] = (
-                self.plan.add_operand(self.outside.whole(arg), at) if pulled is None else pulled
-            )
-        return self.taken[key]
+        return self.taken.get((arg, at.key()))
+
+    def _take(self, arg: Node, at: Streamed, way: _Way | None) -> Ref:
+        """The chunk of a value from outside, computed the given way or sliced."""
+        if way is None:
+            return self.plan.add_operand(self.outside.whole(arg), at)
+        remaining = iter(way.positions)
+
+        def change(source: Node) -> Any:
+            if not isinstance(value_of(source), torch.Tensor):
+                return self._size_argument(source)
+            position = next(remaining)
+            return self.whole(source) if position is None else self.chunk(source, position)
+
+        args = map_args(arg.args, change)
+        kwargs = map_args(dict(arg.kwargs), change)
+        shapes = (_shape(value_of(arg), at),)
+        return self.plan.add_call(
+            BodyCall(arg.target, args, kwargs, shapes, way.spec.resize, way.letter)
+        )
 
     def whole(self, arg: Node) -> Ref:
         """All of ``arg``; a constant is made inside."""
@@ -210,33 +258,18 @@ class BodyBuilder:
                 self.taken[key] = self.plan.add_operand(self.outside.whole(arg), None)
         return self.taken[key]
 
-    def _pull(self, arg: Node, at: Streamed) -> Ref | None:
-        """Compute the chunk of a value from outside inside the loop, or ``None`` to slice it.
+    def _pulled(self, arg: Node, at: Streamed) -> _Way | None:
+        """How the chunk of a value from outside is computed in the loop; ``None`` to slice it.
 
         Constants are computed inside, and what is wide or needs something wide.
         """
-        found = self._locate(arg, at)
-        if found is None:
+        way = None if self.outside.available(arg) else self._way(arg, at)
+        if way is None or (way.chunks(arg) and not self._is_wide(arg, at)):
             return None
-        spec, letter = found
-        positions = [position_of(spec, source, letter, at.extent) for source in spec.inputs]
-        if any(position is not None for position in positions) and not self._is_wide(arg, at):
-            return None
-        remaining = iter(positions)
+        return way
 
-        def change(source: Node) -> Any:
-            if not isinstance(value_of(source), torch.Tensor):
-                return self._size_argument(source)
-            position = next(remaining)
-            return self.whole(source) if position is None else self.chunk(source, position)
-
-        args = map_args(arg.args, change)
-        kwargs = map_args(dict(arg.kwargs), change)
-        shapes = (_shape(value_of(arg), at),)
-        return self.plan.add_call(BodyCall(arg.target, args, kwargs, shapes, spec.resize, letter))
-
-    def _locate(self, arg: Node, at: Streamed) -> tuple[Spec, Letter] | None:
-        """The spec of a value from outside and its letter at ``at``, if a chunk can be computed."""
+    def _way(self, arg: Node, at: Streamed) -> _Way | None:
+        """How the chunk at ``at`` of a value from outside follows from its inputs, if it does."""
         if arg.op != "call_function" or arg.target is operator.getitem:
             return None
         rule = rule_for(arg.target)
@@ -245,30 +278,37 @@ class BodyBuilder:
         if spec is None or dims is None:
             return None
         found = locate(spec, dims, at, at.extent.length(self.axes.length))
-        return None if found is None or found[1] in found[0].whole else found
+        if found is None or found[1] in found[0].whole:
+            return None
+        spec, letter = found
+        return _Way(
+            spec, letter, [position_of(spec, dims, letter, at.extent) for dims in spec.inputs]
+        )
 
     def _is_wide(self, arg: Node, at: Streamed) -> bool:
         """Whether making the whole value would make something too large to exist whole."""
-        key = (arg, at.key())
-        if key not in self.wide:
-            length = hint_of(at.extent.length(self.axes.length))
-            total = hint_of(product(value_of(arg).shape))
-            wide = total >= min(WIDE, length // 2) * length
-            self.wide[key] = wide or self._reads_wide(arg, at)
-        return self.wide[key]
-
-    def _reads_wide(self, arg: Node, at: Streamed) -> bool:
-        found = self._locate(arg, at)
-        if found is None:
-            return False
-        spec, letter = found
-        for source, dims in zip(tensor_inputs(arg), spec.inputs, strict=True):
-            position = position_of(spec, dims, letter, at.extent)
-            if position is None or self.outside.available(source):
-                continue
-            if self._is_wide(source, position):
+        start = (arg, at.key())
+        readers: dict[tuple[Any, ...], tuple[Any, ...] | None] = {start: None}
+        stack = [(arg, at)]
+        while stack:
+            node, place = stack.pop()
+            key: tuple[Any, ...] | None = (node, place.key())
+            if self.wide.get((node, place.key()), self._is_large(node, place)):
+                while key is not None:  # what reads it, up to ``arg``, is wide as well
+                    self.wide[key], key = True, readers[key]
                 return True
+            way = None if key in self.wide else self._way(node, place)
+            for source, position in way.chunks(node) if way is not None else []:
+                if (source, position.key()) not in readers and not self.outside.available(source):
+                    readers[source, position.key()] = key
+                    stack.append((source, position))
+        self.wide.update(dict.fromkeys(readers, False))
         return False
+
+    def _is_large(self, node: Node, at: Streamed) -> bool:
+        length = hint_of(at.extent.length(self.axes.length))
+        total = hint_of(product(value_of(node).shape))
+        return total >= min(WIDE, length // 2) * length
 
     # Special ops
 

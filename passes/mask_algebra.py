@@ -263,13 +263,10 @@ def conditions(formula: Formula) -> Iterator[Linear]:
 
 def unsatisfiable(*formulas: Formula) -> bool:
     """Whether it is proven that no integers satisfy all ``formulas`` together."""
-    budget = _MOST_BRANCHES
-
-    def contradicts(facts: list[Linear], choices: list[Or], added: list[Formula]) -> bool:
-        nonlocal budget
-        budget -= 1
-        if budget < 0:
-            return False
+    # Each branch is facts, choices that are left, and formulas that were not looked at yet.
+    branches: list[tuple[list[Linear], list[Or], list[Formula]]] = [([], [], list(formulas))]
+    for _ in range(_MOST_BRANCHES):
+        facts, choices, added = branches.pop()
         facts, choices = list(facts), list(choices)
         while added:
             part = added.pop()
@@ -279,15 +276,15 @@ def unsatisfiable(*formulas: Formula) -> bool:
                 choices.append(part)
             else:
                 facts.append(part.expression)
-        if infeasible(facts):
+        if not infeasible(facts):
+            if not choices:
+                return False
+            choices.sort(key=lambda choice: len(choice.parts))
+            first, rest = choices[0], choices[1:]
+            branches += [(facts, rest, [part]) for part in reversed(list(first.parts))]
+        if not branches:
             return True
-        if not choices:
-            return False
-        choices.sort(key=lambda choice: len(choice.parts))
-        first, rest = choices[0], choices[1:]
-        return all(contradicts(facts, rest, [part]) for part in first.parts)
-
-    return contradicts([], [], list(formulas))
+    return False
 
 
 def implies(premise: Formula, conclusion: Formula) -> bool:

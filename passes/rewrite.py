@@ -323,21 +323,36 @@ class _Rewriter:
         return node in self.forward_values or node in self.backward_values
 
     def whole(self, node: Node) -> Node:
-        """The new graph's node with the whole value of ``node``."""
+        """The new graph's node with the whole value of ``node``, made with all that it needs."""
+        stack = [node]  # not recursion: a program may be a chain of thousands of calls
+        while (made := self._existing(node)) is None:
+            current = stack.pop()
+            if self._existing(current) is not None:
+                continue
+            if self.axes.in_loop(current):
+                raise RewriteError(f"{current}: read before the loop that computes it")
+            missing = [arg for arg in current.all_input_nodes if self._existing(arg) is None]
+            if missing:
+                stack += [current, *reversed(missing)]
+            else:
+                self._make_whole(current)
+        return made
+
+    def _existing(self, node: Node) -> Node | None:
+        """The new graph's node with the whole value of ``node``, where it has been made."""
         if self.backward and node in self.backward_values:
             return self.backward_values[node]
         if node in self.forward_values and not (self.backward and self._remake(node)):
             return self.forward_values[node]
-        if self.axes.in_loop(node):
-            raise RewriteError(f"{node}: read before the loop that computes it")
-        copy = self._copy(node)
-        self._values()[node] = copy
+        return None
+
+    def _make_whole(self, node: Node) -> None:
+        self._values()[node] = self._copy(node)
         if isinstance(value_of(node), (tuple, list)):
             # A tuple can not be saved for backward; its parts can.
             for user in node.users:
                 if user.target is operator.getitem:
                     self._values()[user] = self._copy(user)
-        return copy
 
     def _remake(self, node: Node) -> bool:
         """Whether backward makes a value of forward again rather than keep it."""
