@@ -11,6 +11,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from .barrier import Barrier
+from .body_builder import RewriteError
 from .causal_masks import MaskReport
 from .loops import LoopSpec
 
@@ -48,6 +49,8 @@ class History:
         The length of the sequence axis in the traced example; 0 where there is none.
     parameters
         The names of the placeholders that are parameters.
+    running
+        The name of the pass that is running, or failed.
     masks
         What was proven of each attention's mask.
     notes
@@ -66,6 +69,17 @@ class History:
     parameters: set[str] = field(default_factory=set)
     masks: list[MaskReport] = field(default_factory=list)
     keep_copies: bool = False
+    running: str = ""
+
+    def refuse(self, error: Exception) -> None:
+        """Note that nothing is streamed, because of an error of the pass that is running."""
+        reason, *_ = str(error).splitlines() or [""]
+        if not isinstance(error, RewriteError):
+            reason = f"{self.running or 'a pass'} failed: {type(error).__name__}: {reason}"
+        self.unstreamed = reason
+        self.graphs.pop("rewritten", None)
+        self.loops.clear()
+        self.head_fused = False
 
     def keep(self, name: str, graph_module: GraphModule) -> None:
         """Keep a copy of a graph that later passes change, where copies are wanted."""
@@ -78,6 +92,8 @@ class History:
 def timed(history: History, name: str, run: Callable[[], T]) -> T:
     """What ``run`` returns; its seconds are added to those of the pass ``name``."""
     start = time.perf_counter()
+    history.running = name
     result = run()
+    history.running = ""
     history.seconds[name] = history.seconds.get(name, 0.0) + time.perf_counter() - start
     return result

@@ -44,7 +44,13 @@ def stream(
     settings: Settings,
     history: History,
 ) -> Rewritten | None:
-    """Rewrite a joint (or forward-only) graph; ``None``, with the reason, where nothing streams."""
+    """Rewrite a joint (or forward-only) graph; ``None``, with the reason, where nothing streams.
+
+    The graph is changed on the way, also where a pass raises.
+
+    Raises:
+        RewriteError: the passes contradict each other.
+    """
     left = timed(history, "replay_random_ops", lambda: replay_random_ops(graph_module))
     history.barriers += [
         Barrier.at(node, f"its random numbers can not be drawn again: {why}") for node, why in left
@@ -54,11 +60,7 @@ def stream(
     normal = timed(history, "normalize", lambda: normalize(graph_module))
     history.graphs["normalized"] = normal
     history.keep("normalize", normal)
-    try:
-        timed(history, "pin_layouts", lambda: pin_layouts(normal))
-    except RewriteError as error:
-        history.unstreamed = str(error)
-        return None
+    timed(history, "pin_layouts", lambda: pin_layouts(normal))
     timed(history, "compare_one_hots", lambda: compare_one_hots(normal))
     timed(history, "normalize_kernels", lambda: normalize_kernels(normal))
     history.keep("normalize_kernels", normal)
@@ -66,20 +68,16 @@ def stream(
     history.keep("simplify_causal_masks", normal)
     rewritten: Rewritten | None = None
     module, lengths = normal, list[Size]()
-    try:
-        while True:
-            further = stream_along_one_axis(
-                module, num_forward_outputs, input_roles, settings, history, lengths
-            )
-            if further is None:
-                break
-            rewritten, module = further, further.graph_module
-            if all(barrier.reason != ANOTHER_LENGTH for barrier in history.barriers):
-                break
-        _check_guards(normal, guards)
-    except RewriteError as error:
-        history.unstreamed, history.head_fused = str(error), False
-        return None
+    while True:
+        further = stream_along_one_axis(
+            module, num_forward_outputs, input_roles, settings, history, lengths
+        )
+        if further is None:
+            break
+        rewritten, module = further, further.graph_module
+        if all(barrier.reason != ANOTHER_LENGTH for barrier in history.barriers):
+            break
+    _check_guards(normal, guards)
     if rewritten is not None:
         history.graphs["rewritten"] = rewritten.graph_module
     return rewritten

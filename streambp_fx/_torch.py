@@ -8,6 +8,7 @@ name's existence and signature, and nowhere else.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -113,7 +114,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
 # Which device an event of the profiler is of.
 from torch.autograd import DeviceType
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental import _config as symbolic_config
 
 # Traces a function into a graph of ops.
@@ -216,6 +217,21 @@ def changed_inputs(joint: GraphModule) -> frozenset[str]:
     changed = [note.mutated_input for note in notes if isinstance(note, InputMutationAOTOutput)]
     inputs = joint.graph.find_nodes(op="placeholder")
     return frozenset(str(node.target) for node in inputs if node.meta.get("desc") in changed)
+
+
+def copied_graph(graph: Graph) -> Graph:
+    """A copy of ``graph`` that AOTAutograd takes for the original.
+
+    Dynamo notes at each input where the program has it from, in a place that copying leaves out.
+    """
+    copied = copy.deepcopy(graph)
+    inputs = zip(
+        graph.find_nodes(op="placeholder"), copied.find_nodes(op="placeholder"), strict=True
+    )
+    for before, after in inputs:
+        if hasattr(before, "_dynamo_source"):
+            after._dynamo_source = before._dynamo_source
+    return copied
 
 
 def donate_nothing() -> None:

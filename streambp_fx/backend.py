@@ -1,8 +1,11 @@
 """The ``torch.compile`` backend.
 
-Dynamo graph   normalize_attention, defer_outputs, slice_early
+Dynamo graph   `passes.captured.rewrite_captured`
 AOTAutograd    traces the joint graph, whose partitioner is `passes.pipeline.stream`
 run            loops with compiled bodies, glue op by op
+
+Passes work on copies, or on what can be brought back: where one fails, the graph runs unstreamed
+as it was, and the report says why.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.fx import GraphModule
@@ -20,25 +23,24 @@ from ._torch import (
     aot_autograd,
     changed_inductor_settings,
     changed_inputs,
+    copied_graph,
     default_partition,
     disable_current_modes,
     donate_nothing,
 )
 from .options import Options, parse_options
+from .passes.captured import Untouched, rewrite_captured
 from .passes.decompositions import decompositions
-from .passes.defer_outputs import defer_outputs
-from .passes.equal_shapes import equate_token_shapes
-from .passes.fixed_floats import fix_floats
 from .passes.inputs import InputRole
-from .passes.kernel_choice import kernel_choices
 from .passes.lower import lower
-from .passes.normalize_attention import normalize_attention
 from .passes.partition import split
 from .passes.pipeline import History, Settings, stream
-from .passes.slice_early import slice_early
+from .passes.rewrite import Rewritten
 from .report import Report, record
 
 log = logging.getLogger("streambp_fx")
+
+T = TypeVar("T")
 
 
 class BarrierError(RuntimeError):
@@ -92,17 +94,14 @@ class Compilation:
     def compile(
         self, graph_module: GraphModule, example_inputs: Sequence[Any]
     ) -> Callable[..., Any]:
-        self.history.keep("captured", graph_module)
-        equate_token_shapes(graph_module)
-        fix_floats(graph_module)
-        self._normalize_attention(graph_module)
-        self.history.keep("normalize_attention", graph_module)
-        deferral = defer_outputs(
-            graph_module, example_inputs, keep_outputs=self.options.keep_outputs
+        untouched = Untouched(graph_module)
+        deferral = self._attempt(
+            lambda: rewrite_captured(
+                graph_module, example_inputs, self.history, keep_outputs=self.options.keep_outputs
+            )
         )
-        self.history.keep("defer_outputs", graph_module)
-        slice_early(graph_module)
-        self.history.keep("slice_early", graph_module)
+        if deferral is None:
+            untouched.restore()
         self.roles = _input_roles(graph_module, example_inputs)
         compiler = aot_autograd(
             fw_compiler=self._run_graph,
@@ -112,16 +111,20 @@ class Compilation:
             decompositions=decompositions(),
         )
         compiled: Callable[..., Any] = compiler(graph_module, list(example_inputs))
-        if not deferral.deferred:
+        if deferral is None or not deferral.deferred:
             return compiled
         return lambda *args: deferral.rebuild(compiled(*args), args)
 
-    def _normalize_attention(self, graph_module: GraphModule) -> None:
-        choices = kernel_choices(graph_module)
-        for choice in choices:
-            log.warning("%s", choice)
-        refusals = [f"attention stays written out: {r}" for r in normalize_attention(graph_module)]
-        self.history.notes += choices + refusals
+    def _attempt(self, passes: Callable[[], T]) -> T | None:
+        """What ``passes`` return; ``None``, with the reason in the history, where one fails."""
+        try:
+            return passes()
+        except Exception as error:  # whatever it is, the graph can run unstreamed
+            log.debug("a pass failed", exc_info=True)
+            self.history.refuse(error)
+            if self.options.on_barrier == "error":
+                self._report(error)
+        return None
 
     def _settings(self) -> Settings:
         options = self.options
@@ -136,39 +139,49 @@ class Compilation:
         self, joint: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
         changed = changed_inputs(joint)
-        rewritten = stream(joint, num_fwd_outputs, self.roles, self._settings(), self.history)
+
+        def passes() -> tuple[GraphModule, GraphModule] | None:
+            rewritten = self._stream(joint, num_fwd_outputs)
+            return None if rewritten is None else split(rewritten, num_fwd_outputs, changed)
+
+        halves = self._attempt(passes)
         self._report()
-        if rewritten is None:
-            forward, backward = default_partition(
+        if halves is None:
+            halves = default_partition(
                 joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
             )
-        else:
-            forward, backward = split(rewritten, num_fwd_outputs, changed)
-        self.history.graphs.update(forward=forward, backward=backward)
+        self.history.graphs.update(forward=halves[0], backward=halves[1])
         self._tell()
-        return forward, backward
+        return halves
 
     def _inference(self, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         count = len(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]
-        rewritten = stream(graph_module, count, self.roles, self._settings(), self.history)
+        rewritten = self._attempt(lambda: self._stream(graph_module, count))
         self._report()
         target = graph_module if rewritten is None else rewritten.graph_module
         self.history.graphs["forward"] = target
         self._tell()
         return self._run_graph(target, inputs)
 
+    def _stream(self, traced: GraphModule, num_fwd_outputs: int) -> Rewritten | None:
+        """The traced graph with loops; ``None``, with the reason in the history, without any."""
+        if self.history.unstreamed is not None:  # a pass on the captured graph failed
+            return None
+        copy = GraphModule(traced, copied_graph(traced.graph))
+        return stream(copy, num_fwd_outputs, self.roles, self._settings(), self.history)
+
     def _run_graph(self, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         donate_nothing()
         return lower(graph_module, self.options.compile_bodies, self.inductor)
 
-    def _report(self) -> None:
+    def _report(self, cause: Exception | None = None) -> None:
         report = Report.of(self.history)
         record(report)
         if self.options.on_barrier == "ignore" or not report.problems():
             return
         message = "not all of the graph is streamed:\n  " + "\n  ".join(report.problems())
         if self.options.on_barrier == "error":
-            raise BarrierError(message)
+            raise BarrierError(message) from cause
         warnings.warn(message, BarrierWarning, stacklevel=2)
 
     def _tell(self) -> None:

@@ -12,12 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from streambp_fx.backend import BarrierWarning
 from streambp_fx.passes.body import BodyCall
 from streambp_fx.passes.body_builder import BodyBuilder, RewriteError
 from streambp_fx.passes.inputs import InputRole
 from streambp_fx.passes.lower import loop_nodes
 from streambp_fx.passes.pipeline import History, Settings, stream
 from streambp_fx.passes.rewrite import Rewritten
+from tests.backend import last_report, needs_report, streamed
 from tests.joint_graphs import (
     Captured,
     assert_same_results,
@@ -28,6 +30,7 @@ from tests.joint_graphs import (
     forward_graph,
     run_graph,
 )
+from tests.models import make_batch
 from tests.own_models import NanoGPT
 
 # No product of two of these equals another one, so that shapes tell what a value is.
@@ -266,15 +269,15 @@ def test_forward_alone_is_streamed() -> None:
     torch.testing.assert_close(got, F.linear(x, w).logsumexp(-1))
 
 
+@needs_report
 def test_what_can_not_be_built_leaves_the_graph_unstreamed(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> Any:
         raise RewriteError("no body")
 
     monkeypatch.setattr(BodyBuilder, "build", refuse)
-    captured, history = gpt(), History()
-    module = GraphModule(captured.graph_module, captured.graph_module.graph)
-    rewritten = stream(module, captured.num_forward_outputs, captured.roles, Settings(3), history)
-    assert rewritten is None and history.unstreamed == "no body"
+    with pytest.warns(BarrierWarning, match="no body"):
+        streamed(NanoGPT())(**make_batch(BATCH, LENGTH))
+    assert last_report().unstreamed == "no body"
 
 
 @pytest.mark.parametrize("causal", [True, False])
