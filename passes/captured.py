@@ -18,7 +18,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from streambp_fx._torch import copied_graph
+from streambp_fx._torch import copied_graph, feeds_another_part
 
 from .defer_outputs import Deferral, defer_outputs
 from .equal_shapes import equate_token_shapes
@@ -66,10 +66,12 @@ def rewrite_captured(
     timed(history, "fix_floats", lambda: fix_floats(graph_module))
     timed(history, "normalize_attention", lambda: _normalize_attention(graph_module, history))
     history.keep("normalize_attention", graph_module)
+    # What another part of the program reads may carry a gradient back.
+    keep = keep_outputs or feeds_another_part(graph_module)
     deferral = timed(
         history,
         "defer_outputs",
-        lambda: defer_outputs(graph_module, example_inputs, keep_outputs=keep_outputs),
+        lambda: defer_outputs(graph_module, example_inputs, keep_outputs=keep),
     )
     history.keep("defer_outputs", graph_module)
     timed(history, "slice_early", lambda: slice_early(graph_module))

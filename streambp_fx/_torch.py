@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -114,7 +116,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 
 # Which device an event of the profiler is of.
 from torch.autograd import DeviceType
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental import _config as symbolic_config
 
 # Traces a function into a graph of ops.
@@ -232,6 +234,28 @@ def copied_graph(graph: Graph) -> Graph:
         if hasattr(before, "_dynamo_source"):
             after._dynamo_source = before._dynamo_source
     return copied
+
+
+def feeds_another_part(graph_module: GraphModule) -> bool:
+    """Whether ``graph_module``, which is being compiled, is a part whose outputs others read.
+
+    Under DDP Dynamo splits its graph at the buckets of gradients and compiles part after part. The
+    whole, which tells what an output is for, is known to the splitter's frame alone.
+    """
+    reason = getattr(graph_module, "compile_subgraph_reason", None)
+    if reason is None or "DDPOptimizer" not in reason.reason:
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        splitter = frame.f_locals.get("self")
+        if isinstance(splitter, Interpreter) and isinstance(splitter.module, GraphModule):
+            whole = splitter.module
+            for node in whole.graph.find_nodes(op="call_module"):
+                if getattr(whole, str(node.target), None) is graph_module:
+                    readers = {user for part in node.users for user in (part, *part.users)}
+                    return any(user.op == "call_module" for user in readers)
+        frame = frame.f_back
+    return True  # not told, and others may
 
 
 def donate_nothing() -> None:

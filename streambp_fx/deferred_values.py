@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ._torch import FakeTensor
+
 if TYPE_CHECKING:
     from .deferred import DeferredTensor
 
@@ -82,9 +84,12 @@ def apply_views(views: Sequence[View], tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _version(tensor: Tensor) -> int | None:
-    """Its count of in-place changes; inference tensors have none."""
-    return None if tensor.is_inference() else tensor._version
+def _state(operand: Any) -> tuple[int | None, int | None] | None:
+    """A tensor's count of in-place changes and its address, where it has them."""
+    if not isinstance(operand, Tensor):
+        return None
+    version = None if operand.is_inference() else operand._version
+    return version, None if isinstance(operand, FakeTensor) else operand.data_ptr()
 
 
 class Origin:
@@ -124,10 +129,7 @@ class Replay(Origin):
         super().__init__()
         self._recipe = recipe
         self._operands = tuple(operands)
-        self._states = [
-            (_version(operand), operand.data_ptr()) if isinstance(operand, Tensor) else None
-            for operand in operands
-        ]
+        self._states = [_state(operand) for operand in operands]
         # The graph was traced in the autocast state of this call: guards see to it.
         around = (
             torch.get_autocast_dtype(device_type)
@@ -177,7 +179,7 @@ class Replay(Origin):
                 "hidden_states)."
             )
         for operand, state in zip(self._operands, self._states, strict=True):
-            if state is not None and state != (_version(operand), operand.data_ptr()):
+            if state != _state(operand):
                 raise DeferredOutputError(
                     f"the output {name!r} is computed when it is first used, and a tensor it is "
                     f"computed from (shape {tuple(operand.shape)}) has changed since: most often "

@@ -9,12 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
+from transformers.modeling_outputs import CausalLMOutput
 
-from tests.backend import streamed
-from tests.models import make_batch
+from streambp_fx.deferred import DeferredTensor
+from tests.backend import assert_streamed_whole, needs_report, streamed
+from tests.models import build, make_batch, make_dtype_preserving
 from tests.oracle import assert_same_grads, run
 from tests.own_models import NanoGPT
 
@@ -65,3 +69,61 @@ def test_each_gradient_is_reduced_once_a_step() -> None:
     for compiled_outside in (False, True):
         with tempfile.TemporaryDirectory() as folder:
             mp.spawn(_train, args=(str(Path(folder)), compiled_outside), nprocs=PROCESSES)
+
+
+class Regularised(NanoGPT):
+    """Its loss has a term that grows from layer to layer: parts hand on a scalar beside ``x``."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
+        x = self.token(input_ids)
+        penalty = x.square().mean()
+        for block in self.blocks:
+            x = block(x)
+            penalty = penalty + x.square().mean()
+        logits = self.head(self.norm(x))
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        return CausalLMOutput(loss=loss + penalty, logits=logits)
+
+
+LARGE = 8192
+"""Tokens in a vocabulary whose head in float64 is larger than DDP's first bucket, of 1 MiB."""
+
+
+def _llama() -> nn.Module:
+    model: nn.Module = make_dtype_preserving(build("llama", vocab_size=LARGE, num_hidden_layers=1))
+    return model
+
+
+def _regularised() -> nn.Module:
+    torch.manual_seed(0)
+    model = Regularised(1, tied=False, vocab=LARGE).double()
+    model.position.requires_grad_(False)  # not read, which DDP refuses
+    return model
+
+
+def _train_split(rank: int, folder: str) -> None:
+    """One process: Dynamo splits the step at DDP's buckets, of default sizes."""
+    torch.set_num_threads(1)
+    where = f"file://{folder}/rendezvous"
+    dist.init_process_group("gloo", init_method=where, rank=rank, world_size=PROCESSES)
+    whole = make_batch(2 * PROCESSES, 29, ignored=0.0)
+    own = {name: value[2 * rank : 2 * rank + 2] for name, value in whole.items()}
+    for make in (_llama, _regularised):
+        model = make()
+        counters.clear()
+        parallel = DistributedDataParallel(streamed(model, chunk_size=CHUNK))
+        output = parallel(**own)
+        assert counters["aot_autograd"]["total"] > 1, "the step was not split"
+        output.loss.backward()
+        got = {name: weight.grad for name, weight in model.named_parameters()}
+        assert_same_grads(got, run(make(), whole).grads)
+        assert_streamed_whole()
+        assert isinstance(output.logits, DeferredTensor)
+        torch.testing.assert_close(output.logits.detach(), model(**own).logits.detach())
+    dist.destroy_process_group()
+
+
+@needs_report
+def test_a_step_that_is_split_at_buckets_is_streamed_and_exact() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_train_split, args=(folder,), nprocs=PROCESSES)
