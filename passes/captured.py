@@ -3,6 +3,7 @@
     equate_token_shapes  ids, labels and masks of one shape get one symbol a dim
     fix_floats           symbolic floats that are settings become constants
     normalize_attention  attention becomes `streambp::attention`
+    whole_outputs        what is returned large, and before the loss, is reported
     defer_outputs        what is returned beside a loss becomes deferred tensors
     slice_early          rows that a loss reads are taken before the head's product
 
@@ -27,6 +28,7 @@ from .history import History, timed
 from .kernel_choice import kernel_choices
 from .normalize_attention import normalize_attention
 from .slice_early import slice_early
+from .whole_outputs import whole_outputs
 
 log = logging.getLogger("streambp_fx")
 
@@ -66,6 +68,8 @@ def rewrite_captured(
     timed(history, "fix_floats", lambda: fix_floats(graph_module))
     timed(history, "normalize_attention", lambda: _normalize_attention(graph_module, history))
     history.keep("normalize_attention", graph_module)
+    # The largest values that there are: told of first.
+    history.barriers += timed(history, "whole_outputs", lambda: whole_outputs(graph_module))
     # What another part of the program reads may carry a gradient back.
     keep = keep_outputs or feeds_another_part(graph_module)
     deferral = timed(

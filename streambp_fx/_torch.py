@@ -9,6 +9,7 @@ name's existence and signature, and nowhere else.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,9 @@ from torch import Tensor
 
 # Runs composite ops on symbolic sizes, as Dynamo does.
 from torch._dispatch.python import enable_python_dispatcher as enable_python_dispatcher
+
+# Dynamo's settings, among them the calls that it leaves out.
+from torch._dynamo import config as dynamo_config
 
 # Turns a Dynamo graph into forward and backward graphs, with compilers and a partitioner of ours.
 from torch._dynamo.backends.common import aot_autograd as aot_autograd
@@ -256,6 +260,30 @@ def feeds_another_part(graph_module: GraphModule) -> bool:
                     return any(user.op == "call_module" for user in readers)
         frame = frame.f_back
     return True  # not told, and others may
+
+
+class _OrToldOnce(set[Any]):
+    """A set of logging functions that also has each method of loggers that tells a message once.
+
+    Libraries add such methods to `logging.Logger`, maybe later than this set is made.
+    """
+
+    def __contains__(self, function: object) -> bool:
+        name = getattr(function, "__name__", "")
+        told_once = name.endswith("_once") and vars(logging.Logger).get(name) is function
+        return told_once or super().__contains__(function)
+
+
+def ignore_messages_told_once() -> None:
+    """Have Dynamo leave out calls of ``logger.warning_once`` and the like, in this process.
+
+    A call would end the graph there, maybe between logits and loss, for a message that may be
+    told once and is no part of the step. Of ``logger.warning`` and others the user decides.
+    """
+    # The older of two names of one setting.
+    ignored = dynamo_config.ignore_logger_methods
+    if not isinstance(ignored, _OrToldOnce):
+        dynamo_config.ignore_logger_methods = _OrToldOnce(ignored)
 
 
 def donate_nothing() -> None:

@@ -27,6 +27,7 @@ from ._torch import (
     default_partition,
     disable_current_modes,
     donate_nothing,
+    ignore_messages_told_once,
 )
 from .options import Options, parse_options
 from .passes.captured import Untouched, rewrite_captured
@@ -41,6 +42,9 @@ from .report import Report, record
 log = logging.getLogger("streambp_fx")
 
 T = TypeVar("T")
+
+# torch imports this module when ``torch.compile`` is called, before anything is traced.
+ignore_messages_told_once()
 
 
 class BarrierError(RuntimeError):

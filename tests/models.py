@@ -113,9 +113,6 @@ def from_transformers(family: str, settings: dict[str, Any], *, attention: str =
     config._attn_implementation = attention
     head = "LMHeadModel" if family in ("GPT2", "CTRL") else "ForCausalLM"
     model = getattr(transformers, f"{family}{head}")(config)
-    # GPT-2's class is not named after its loss. Without this, transformers warns inside forward,
-    # and the warning breaks the graph between the head and the loss.
-    model.loss_type = "ForCausalLM"
     with torch.no_grad():
         for weight in model.parameters():
             # The initial 0.02 makes attention uniform and the logits flat, which hides faults;
