@@ -35,6 +35,7 @@ from .inputs import (
     label_tangents,
     read_roles,
 )
+from .large_values import computes_large_values
 from .placement import hint_of
 from .rewrite import Rewritten, rewrite
 from .rules.sizes import same_size
@@ -73,7 +74,7 @@ def stream_along_one_axis(
         if has_one_token(joint, roles):
             history.notes.append("nothing to stream: the sequence is one token long")
         elif not lengths:
-            history.unstreamed = "no input has a sequence axis"
+            _leave(history, "no input has a sequence axis", joint, axis, parameters)
         return None
     analysis = _analyse(joint, axis, parameters, history)
     if analysis is not None and joint.tangents:
@@ -85,7 +86,8 @@ def stream_along_one_axis(
             analysis = _analyse(joint, axis, parameters, history)
     if analysis is None:
         if not lengths:
-            history.unstreamed = "no value of the graph carries the sequence axis"
+            reason = "no value of the graph carries the sequence axis"
+            _leave(history, reason, joint, axis, parameters)
         return None
     axes, segments, stages = analysis
     sizes = chunk_sizes(
@@ -114,6 +116,20 @@ def stream_along_one_axis(
     history.tokens = max(history.tokens, hint_of(axis.length))
     lengths.append(axis.length)
     return rewritten
+
+
+def _leave(
+    history: History,
+    reason: str,
+    joint: JointGraph,
+    axis: SequenceAxis | None,
+    parameters: set[Node],
+) -> None:
+    """Note why nothing is streamed; it is a problem where something large stays whole."""
+    if computes_large_values(joint, axis, parameters):
+        history.unstreamed = reason
+    else:
+        history.notes.append(f"nothing to stream: {reason}, and no value is large")
 
 
 def _choose_axis(

@@ -18,7 +18,7 @@ class Report:
     loops
         The loops, in the order in which they run.
     unstreamed
-        Why nothing was streamed, or ``None``.
+        Why nothing was streamed though something is large, or ``None``.
     seconds
         Time of each pass.
     notes
@@ -60,6 +60,8 @@ class Report:
         """One line: what was streamed, in how many loops, and what was not."""
         if self.unstreamed is not None:
             return f"streamed nothing: {self.unstreamed}"
+        if not self.loops and not self.barriers:
+            return "nothing to stream"
         chunks = sorted({loop.chunk_size for loop in self.loops if not loop.head})
         heads = sorted({loop.chunk_size for loop in self.loops if loop.head})
         parts = [f"streamed {self.tokens} tokens in {_count(len(self.loops), 'loop')}"]

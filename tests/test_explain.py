@@ -304,7 +304,7 @@ def test_memory_after_a_graph_break_is_said_to_be_a_part(gpt: Explanation) -> No
 
 
 def test_what_is_not_streamed_says_why() -> None:
-    found = explain(lambda x: (x * 2).sum(), torch.ones(6, 4, requires_grad=True))
+    found = explain(lambda x: (x * 2).sum(), torch.ones(6, 257, requires_grad=True))
     assert found.graphs[0].unstreamed and not found.streams_everything
     assert "Nothing is streamed" in to_text(found)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -77,8 +78,8 @@ def test_barrier_is_silent_where_asked_to() -> None:
 @pytest.mark.parametrize(
     "value, reason",
     [
-        (torch.ones(()), "no input has a sequence axis"),
-        (torch.ones(6, 4), "no value of the graph carries the sequence axis"),
+        (torch.ones(2**18 + 1), "no input has a sequence axis"),
+        (torch.ones(6, 257), "no value of the graph carries the sequence axis"),
     ],
 )
 def test_unstreamed_says_why(value: Tensor, reason: str) -> None:
@@ -86,3 +87,34 @@ def test_unstreamed_says_why(value: Tensor, reason: str) -> None:
         streamed(lambda x: x * 2)(value)
     assert reason in last_report().unstreamed
     assert last_report().loops == ()
+
+
+def _table(positions: Tensor) -> Tensor:
+    """Angles ``[1, tokens, 8]`` of positions."""
+    return (positions[..., None] * torch.ones(8)).cos()
+
+
+@pytest.mark.parametrize(
+    "program, value",
+    [
+        (lambda x: x * 2, torch.ones(())),
+        (lambda x: x * 2, torch.ones(2**18)),
+        (lambda x: x * 2, torch.ones(6, 256)),
+        (_table, torch.arange(9)[None]),
+        (lambda w: w @ w, torch.nn.Parameter(torch.ones(600, 600))),
+        (lambda x: x.expand(1000, *x.shape), torch.ones(6, 4)),
+    ],
+)
+def test_a_graph_of_small_values_is_no_problem(program: Any, value: Tensor) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BarrierWarning)
+        streamed(program)(value)
+    assert last_report().problems() == [] and last_report().loops == ()
+    assert last_report().summary() == "nothing to stream"
+    (note,) = last_report().notes
+    assert note.startswith("nothing to stream: no ") and note.endswith(", and no value is large")
+
+
+def test_a_large_value_of_a_small_input_is_a_problem() -> None:
+    with pytest.warns(BarrierWarning, match="no value of the graph carries the sequence axis"):
+        streamed(lambda x: x.sum() * torch.arange(6 * 257))(torch.ones(6, 4))
