@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.backend import needs_report, streamed
 from tests.marks import slow_but
-from tests.models import build, make_batch, make_dtype_preserving
+from tests.models import Batch, build, make_batch, make_dtype_preserving
 from tests.oracle import assert_same_step, run
-from tests.own_models import LogitsOnly
+from tests.own_models import HIDDEN, LogitsOnly, NanoGPT
 from tests.watch import assert_no_allocation_of
 
 CHUNK = 8
@@ -160,3 +163,45 @@ def test_views_of_one_value_beside_the_loss() -> None:
 
     got = grads(streamed(step, chunk_size=CHUNK))
     torch.testing.assert_close(got, grads(step), rtol=1e-9, atol=1e-13)
+
+
+class Pooled(NanoGPT):
+    """Returns what its loss does not reach: its first token or each one, pooled."""
+
+    def __init__(self, breaks: bool, per_token: bool) -> None:
+        super().__init__(1)
+        self.breaks, self.per_token = breaks, per_token
+        self.pool = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
+        x = self.features(input_ids)
+        pooled = self.pool(x if self.per_token else x[:, 0]).tanh()
+        if self.breaks:
+            torch._dynamo.graph_break()
+        logits = self.head(x)[:, :-1].flatten(0, 1)
+        return F.cross_entropy(logits, labels[:, 1:].flatten()), pooled
+
+
+def _kinds_of_gradient(model: nn.Module, function: Any, batch: Batch) -> dict[str, str]:
+    """Of each parameter: no gradient (``None``), which optimizers skip, zeros, or another one."""
+    model.zero_grad()
+    function(**batch)[0].backward()
+    return {
+        name: "none" if one.grad is None else "some" if one.grad.count_nonzero() else "zeros"
+        for name, one in model.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+@pytest.mark.parametrize("per_token", [False, True])
+@pytest.mark.filterwarnings("ignore::streambp_fx.backend.BarrierWarning")
+def test_a_parameter_that_the_loss_does_not_reach_gets_zeros_only_where_stock_compile_gives_them(
+    breaks: bool, per_token: bool
+) -> None:
+    model, batch = Pooled(breaks, per_token).double(), make_batch(2, 13)
+    eager = _kinds_of_gradient(model, model, batch)
+    torch._dynamo.reset()
+    stock = _kinds_of_gradient(model, torch.compile(model, backend="aot_eager"), batch)
+    got = _kinds_of_gradient(model, streamed(model, chunk_size=4), batch)
+    assert eager["pool.weight"] == "none" and stock["pool.weight"] == "zeros"
+    assert all(got[name] in (eager[name], stock[name]) for name in eager)
