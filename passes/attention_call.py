@@ -19,7 +19,7 @@ import streambp_fx.ops.attention  # noqa: F401  (defines the op)
 from streambp_fx._torch import FakeTensor
 
 from .attention_heads import Ungrouped, before_repeat
-from .dynamo_calls import value_of
+from .dynamo_calls import is_call, value_of
 from .dynamo_emit import Emitter
 from .placement import source_of
 from .rules.sizes import same_size
@@ -85,12 +85,13 @@ def tensor_of(node: Node) -> Tensor:
     return value
 
 
-def check_bias(bias: Node) -> None:
+def check_bias(bias: Node, writes: Writes) -> None:
     """
     Raises:
         CannotNormalizeError: the bias needs a gradient, which the op does not compute.
     """
-    if tensor_of(bias).requires_grad:
+    # What is detached in place needed one before.
+    if tensor_of(bias).requires_grad or any(is_call(w, "detach") for w in writes.writers(bias)):
         raise CannotNormalizeError(f"the bias {bias} needs a gradient")
 
 
@@ -103,7 +104,7 @@ def emit_attention(emit: Emitter, call: AttentionCall, writes: Writes) -> Node:
         CannotNormalizeError: shapes that the op does not take. No node is added then.
     """
     if call.bias is not None:
-        check_bias(call.bias)
+        check_bias(call.bias, writes)
     key, value = _ungrouped(call, emit.before, writes)
     rank = _check_shapes(call, _heads_of(call.key, key), _heads_of(call.value, value))
     scale = _scale(call)

@@ -252,7 +252,7 @@ class _Bias:
         if isinstance(step, Multiply):
             self._multiply(step.factor)
         elif isinstance(step, Add):
-            check_bias(step.bias)
+            check_bias(step.bias, self._writes)
             if self._unfilled is not None:
                 # Where both are about as low, filled keys keep weight, and take no gradient.
                 raise CannotNormalizeError("a bias is added to scores that were filled")

@@ -80,7 +80,8 @@ class Writes:
 
         ``None`` if ``node`` has the same value when ``first`` and when ``last`` run.
         """
-        start, stop = self._order[first], self._order[last]
+        # Nodes that were added meanwhile have no place: then any call may be between.
+        start, stop = self._order.get(first, -1), self._order.get(last, len(self._order))
         return next((one for one in self.writers(node) if start < self._order[one] < stop), None)
 
 

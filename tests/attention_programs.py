@@ -209,6 +209,8 @@ WRITES = [
     NO_GRAD + "x.k[:, :2].zero_()",
     "x.k = x.k.detach(); x.k.mul_(0.5)",
     "a = x.bias; x.bias = torch.zeros_like(a); a.fill_(3.0)",
+    "x.bias = x.learned * 2.0",
+    "x.bias.detach_()",
 ]
 
 

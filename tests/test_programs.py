@@ -79,6 +79,11 @@ WRITTEN = {
         "x.s = torch.where(x.hidden, x.c, x.q @ x.k.mT / 3)",
         *SOFT[1:],
     ),
+    "bias detached after it was added": (
+        "x.bias = x.learned * 2.0; x.s = x.q @ x.k.mT + x.bias",
+        *SOFT[1:],
+        "x.bias.detach_()",
+    ),
     "output scaled": ("x.s = x.q @ x.k.mT", *SOFT[1:], "x.y.mul_(0.5)"),
     "scores written through a view": (
         "x.s = x.q @ x.k.mT",
