@@ -220,7 +220,7 @@ class Program:
 
     statements: tuple[str, ...]
     no_grad: bool = False
-    chunk: int = 4
+    chunk: int = 3
 
 
 @st.composite
@@ -300,6 +300,7 @@ def step(model: nn.Module, function: Callable[[Tensor], Tensor], ids: Tensor) ->
 def check(program: Program) -> bool:
     """Fail unless a streamed step equals eager's to 1e-10.
 
+    The bodies of programs in chunks of 3 are lowered too: that takes longer than all else here.
     False if eager refuses the program, or gets no number that could be compared.
     """
     torch.manual_seed(0)
@@ -312,7 +313,8 @@ def check(program: Program) -> bool:
         return False
     if any(grad is not None and not grad.isfinite().all() for grad in want.grads.values()):
         return False
-    function = streamed(other, chunk_size=program.chunk, on_barrier="ignore")
+    lowered = program.chunk == 3
+    function = streamed(other, chunk_size=program.chunk, on_barrier="ignore", lowered=lowered)
     assert_same_step(step(other, function, ids), want)
     return True
 
