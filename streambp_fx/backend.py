@@ -188,20 +188,27 @@ class Compilation:
             raise BarrierError(message) from cause
         warnings.warn(message, BarrierWarning, stacklevel=2)
 
-    def _tell(self) -> None:
-        """Log one line at INFO, and the rest at DEBUG."""
-        if not log.isEnabledFor(logging.INFO):
-            return
+    def _predicted_peak(self) -> str:
         # Not at the top: training without a log needs none of it.
         from .explaining.body_memory import eager_workspace
         from .explaining.step_memory import predict
         from .explaining.units import bytes_text
 
-        report = Report.of(self.history)
-        with disable_current_modes():
-            peak = predict(self.history, eager_workspace).peak.nbytes
+        try:
+            with disable_current_modes():
+                peak = predict(self.history, eager_workspace).peak.nbytes
+        except Exception:  # a line of a log is no reason to end a step
+            log.debug("the peak could not be predicted", exc_info=True)
+            return "no peak predicted"
         bodies = " if bodies ran op by op" if self.options.compile_bodies else ""
-        log.info("%s; predicted peak %s%s", report.summary(), bytes_text(peak), bodies)
+        return f"predicted peak {bytes_text(peak)}{bodies}"
+
+    def _tell(self) -> None:
+        """Log one line at INFO, and the rest at DEBUG."""
+        if not log.isEnabledFor(logging.INFO):
+            return
+        report = Report.of(self.history)
+        log.info("%s; %s", report.summary(), self._predicted_peak())
         for detail in report.details():
             log.debug("%s", detail)
 
