@@ -94,6 +94,10 @@ def _computed(node: Node, found: dict[Node, Bounds | None]) -> Bounds | None:
         return _of_range(node)
     if not _is_listed(node) or "alpha" in node.kwargs or "rounding_mode" in node.kwargs:
         return None
+    if is_call(node, *_BINARY) and len(node.args) > 2:  # add(one, alpha, other)
+        return None
+    if is_call(node, "view") and _reads_bits(node):
+        return None
     operands = _operands(node)
     if is_call(node, *_JOINED):
         parts = (
@@ -109,6 +113,12 @@ def _computed(node: Node, found: dict[Node, Bounds | None]) -> Bounds | None:
     if bounds is not None and is_call(node, "neg"):
         return -bounds[1], -bounds[0]
     return bounds
+
+
+def _reads_bits(view: Node) -> bool:
+    """Whether a view takes the bits of its operand for numbers of another dtype."""
+    value, given = value_of(view), value_of(_operands(view))
+    return given is None or given.dtype != value.dtype
 
 
 def _of(argument: Any, found: dict[Node, Bounds | None]) -> Bounds | None:

@@ -54,6 +54,8 @@ UNBOUNDED: dict[str, Callable[[Tensor], Tensor]] = {
     "an unlisted call": lambda x: torch.ones(3).tan(),
     "rounded": lambda x: torch.div(torch.ones(3), 0.25, rounding_mode="floor"),
     "a factor beside": lambda x: torch.add(torch.ones(3), torch.ones(3), alpha=1e9),
+    "a factor between": lambda x: torch.add(torch.ones(3), 1e9, torch.ones(3)),
+    "bits of another dtype": lambda x: torch.ones(3, dtype=torch.int32).view(torch.float32),
     "part data": lambda x: torch.cat([torch.ones(3), x]),
 }
 
