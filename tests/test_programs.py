@@ -186,6 +186,25 @@ LAYOUTS = {
 }
 
 
+# What the op saves for its backward, made where autograd keeps no account.
+INFERENCE = {
+    "boolean mask": (
+        "with torch.inference_mode(): x.hidden = ~x.hidden",
+        "x.y = F.scaled_dot_product_attention(x.q, x.k, x.v, attn_mask=x.hidden)",
+    ),
+    "added mask": (
+        "with torch.inference_mode(): x.bias = x.bias.clone()",
+        "x.s = x.q @ x.k.mT + x.bias",
+        *SOFT[1:],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INFERENCE)
+def test_a_mask_that_was_made_in_inference_mode_is_read_like_any_other(name: str) -> None:
+    assert check(Program(INFERENCE[name]))
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_program_that_reads_memory_by_its_layout_is_right(name: str) -> None:
     assert check(Program(LAYOUTS[name]))

@@ -197,6 +197,8 @@ def _save_for_backward(
     out, logsumexp = output
     ctx.mark_non_differentiable(logsumexp)
     ctx.set_materialize_grads(False)
+    if bias is not None and bias.is_inference():  # has no gradient, but autograd saves none such
+        bias = bias.clone()
     ctx.save_for_backward(query, key, value, bias, seed, out, logsumexp)
     ctx.constants = (causal, scale, dropout_p)
 
