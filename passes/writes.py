@@ -118,9 +118,8 @@ def _versions(graph: Graph) -> dict[int, int]:
     versions: dict[int, int] = {}
     for node in graph.nodes:
         for tensor in _tensors(node):
-            if not tensor.is_inference():  # these count nothing
-                storage = storage_id(tensor)
-                versions[storage] = max(versions.get(storage, 0), tensor._version)
+            storage = storage_id(tensor)
+            versions[storage] = max(versions.get(storage, 0), tensor._version)
     return versions
 
 
@@ -151,8 +150,8 @@ def _written_arguments(node: Node) -> list[Any]:
         return [] if _is_pure_higher_order(node) else [node.args, node.kwargs]
     if isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
         return _by_schema(node, target)
-    if not is_torch_function(target):  # versions tell what it writes, where they are counted
-        return [one for one in node.all_input_nodes if any(map(Tensor.is_inference, _tensors(one)))]
+    if not is_torch_function(target):  # versions tell what it writes
+        return []
     written = [node.kwargs.get("out")]
     if _is_in_place_name(getattr(target, "__name__", "")):
         written += [node.args[:1], node.kwargs.get("input")]

@@ -150,6 +150,9 @@ from torch.utils._sympy.interp import sympy_interp as sympy_interp
 from torch.utils._sympy.printers import PythonPrinter as PythonPrinter
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+# Keeps something beside a tensor for as long as it lives; `weakref`'s would compare elements.
+from torch.utils.weak import WeakTensorKeyDictionary as WeakTensorKeyDictionary
+
 # Turns off ``__torch_function__`` for a tensor subclass, as torch's guide to extending it does.
 disabled_torch_function = torch._C._disabled_torch_function_impl
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ._torch import FakeTensor
+from .operand_state import OperandState
 
 if TYPE_CHECKING:
     from .deferred import DeferredTensor
@@ -84,14 +84,6 @@ def apply_views(views: Sequence[View], tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _state(operand: Any) -> tuple[int | None, int | None] | None:
-    """A tensor's count of in-place changes and its address, where it has them."""
-    if not isinstance(operand, Tensor):
-        return None
-    version = None if operand.is_inference() else operand._version
-    return version, None if isinstance(operand, FakeTensor) else operand.data_ptr()
-
-
 class Origin:
     """The elements of a deferred tensor and of all views of it."""
 
@@ -129,7 +121,7 @@ class Replay(Origin):
         super().__init__()
         self._recipe = recipe
         self._operands = tuple(operands)
-        self._states = [_state(operand) for operand in operands]
+        self._states = [OperandState.of(operand) for operand in operands]
         # The graph was traced in the autocast state of this call: guards see to it.
         around = (
             torch.get_autocast_dtype(device_type)
@@ -179,7 +171,7 @@ class Replay(Origin):
                 "hidden_states)."
             )
         for operand, state in zip(self._operands, self._states, strict=True):
-            if state != _state(operand):
+            if state is not None and not state.is_of(operand):
                 raise DeferredOutputError(
                     f"the output {name!r} is computed when it is first used, and a tensor it is "
                     f"computed from (shape {tuple(operand.shape)}) has changed since: most often "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -95,13 +96,26 @@ def test_backward_through_deferred_logits_names_the_option() -> None:
         (out.loss + out.logits.pow(2).mean()).backward()
 
 
+def _update_data(parameters: list[Tensor]) -> None:
+    for parameter in parameters:
+        parameter.data.add_(parameter.grad, alpha=-0.1)
+
+
+STEPS: dict[str, Callable[[list[Tensor]], Any]] = {
+    "plain": lambda parameters: torch.optim.SGD(parameters, lr=0.1).step(),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, fused=True).step(),
+    "data": _update_data,
+}
+
+
 @needs_report
-def test_logits_after_an_optimizer_step_raise() -> None:
+@pytest.mark.parametrize("step", STEPS)
+def test_logits_after_an_optimizer_step_raise(step: str) -> None:
     """They would be another model's logits."""
     model = _llama()
     out = streamed(model, chunk_size=CHUNK)(**make_batch(2, LENGTH))
     out.loss.backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    STEPS[step](list(model.parameters()))
     with pytest.raises(RuntimeError, match=r"changed|modified|version"):
         out.logits.sum()
 
