@@ -145,8 +145,10 @@ def _change_extent(call: BodyCall, sizes: BodySizes, args: tuple[Any, ...]) -> A
         shift = sizes.first(narrow) - sizes.first(wide) if narrow.lo != wide.lo else 0
         end = shift + sizes.size[narrow]
         # Known of every chunk, and told to the tracer, which else makes a new size of the result.
-        torch._check(shift >= 0)
-        torch._check(end <= value.shape[dim])
+        # Inductor asks for each of them, and sees not that two follow from the others.
+        for index in (shift, end):
+            torch._check(index >= 0)
+            torch._check(index <= value.shape[dim])
         return aten.slice.Tensor(value, dim, shift, end)
     narrow, wide = call.source.extent, call.change.extent
     before = sizes.first(narrow) - sizes.first(wide) if narrow.lo != wide.lo else 0
