@@ -220,7 +220,7 @@ class Program:
 
     statements: tuple[str, ...]
     no_grad: bool = False
-    chunk: int = 3
+    chunk: int = 4
 
 
 @st.composite
@@ -248,7 +248,7 @@ def programs(draw: st.DrawFn) -> Program:
         lines += one(PRODUCTS) + some(SCORES, 2) + one(SOFTMAXES) + ["x.y = x.y + x.w @ x.v"]
         lines += some(WRITES, 1)
     no_grad = draw(st.integers(0, 7)) == 0
-    return Program(tuple(lines), no_grad, draw(st.sampled_from((3, 4, 5, 8))))
+    return Program(tuple(lines), no_grad, draw(st.sampled_from((4, 5, 8, 4, 5, 8, 4, 5, 8, 3))))
 
 
 class Model(nn.Module):
@@ -300,7 +300,7 @@ def step(model: nn.Module, function: Callable[[Tensor], Tensor], ids: Tensor) ->
 def check(program: Program) -> bool:
     """Fail unless a streamed step equals eager's to 1e-10.
 
-    The bodies of programs in chunks of 3 are lowered too: that takes longer than all else here.
+    The bodies of programs in chunks of 3, a tenth, are lowered too: that takes longest here.
     False if eager refuses the program, or gets no number that could be compared.
     """
     torch.manual_seed(0)

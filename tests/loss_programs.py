@@ -189,7 +189,7 @@ class Program:
     """Statements in order. ``chunk`` is in tokens, of the layers and of the head."""
 
     statements: tuple[str, ...]
-    chunk: int = 3
+    chunk: int = 4
 
 
 @st.composite
@@ -206,7 +206,7 @@ def programs(draw: st.DrawFn) -> Program:
     lines += some(SHIFTS, 1) + some(ROWS, 1) + one(LOSSES) + some(AFTERWARDS, 2)
     if draw(st.integers(0, 5)) == 0:
         lines += one(LOSSES)
-    return Program(tuple(lines), draw(st.sampled_from((3, 4, 5, 8))))
+    return Program(tuple(lines), draw(st.sampled_from((4, 5, 8, 4, 5, 8, 4, 5, 8, 3))))
 
 
 class Model(nn.Module):
@@ -259,7 +259,7 @@ def step(model: Model, function: Callable[..., tuple[Tensor, ...]]) -> tuple[Ste
 def check(program: Program) -> bool:
     """Fail unless a streamed step equals eager's to 1e-10.
 
-    The bodies of programs in chunks of 3 are lowered too: that takes longer than all else here.
+    The bodies of programs in chunks of 3, a tenth, are lowered too: that takes longest here.
     False if eager refuses the program, or gets no number that could be compared.
     """
     torch.manual_seed(0)
