@@ -18,7 +18,7 @@ from torch.fx import Node
 from .attention_call import tensor_of
 from .dynamo_calls import example_of, is_call, is_torch_function
 from .dynamo_emit import Emitter
-from .placement import hint_of
+from .placement import outermost_first
 from .rules.sizes import same_size
 from .writes import Writes, share_memory
 
@@ -38,7 +38,7 @@ def taking_the_place_of(emit: Emitter, attention: Node, output: Node, writes: Wr
     wanted, given = tensor_of(output), tensor_of(attention)
     same_layout = all(map(same_size, wanted.stride(), given.stride()))
     if _can_tell(output, writes, same_layout):
-        order = _outermost_first(wanted)
+        order = outermost_first(wanted)
         back = [order.index(dim) for dim in range(wanted.dim())]
         if order != sorted(order):
             attention = emit.method("permute", attention, *order)
@@ -48,12 +48,6 @@ def taking_the_place_of(emit: Emitter, attention: Node, output: Node, writes: Wr
             result = emit.method("clone", emit.method("permute", result, *back))
     result.meta["example_value"] = output.meta["example_value"]
     return result
-
-
-def _outermost_first(tensor: Tensor) -> list[int]:
-    """The dims by falling stride; compares hints alone."""
-    strides = [hint_of(stride) for stride in tensor.stride()]
-    return sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
 
 
 def _can_tell(output: Node, writes: Writes, same_layout: bool) -> bool:

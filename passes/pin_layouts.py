@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 from streambp_fx._torch import storage_id
 
 from .body_builder import RewriteError
-from .placement import hint_of, source_of, value_of
+from .placement import outermost_first, source_of, value_of
 from .rules.sizes import expr_of, product
 
 aten = torch.ops.aten
@@ -91,7 +91,7 @@ def _order(node: Node, reader: Node) -> list[int]:
         RewriteError: its elements are not the whole of its memory, each once.
     """
     value = value_of(node)
-    order = sorted(range(value.dim()), key=lambda dim: -hint_of(value.stride(dim)))
+    order = outermost_first(value)
     sizes = [value.shape[dim] for dim in order]
     strides = [expr_of(product(sizes[at + 1 :])) for at in range(len(order))]
     wide = [at for at in range(len(order)) if expr_of(sizes[at]) != 1]

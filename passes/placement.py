@@ -33,6 +33,12 @@ def hint_of(size: Size) -> int:
     return int(size)
 
 
+def outermost_first(tensor: torch.Tensor) -> list[int]:
+    """The dims by falling stride; compares hints alone."""
+    strides = [hint_of(stride) for stride in tensor.stride()]
+    return sorted(range(tensor.dim()), key=lambda dim: -strides[dim])
+
+
 @dataclass(frozen=True)
 class Extent:
     """Positions ``[lo, T - hi)`` of the streamed axis."""

@@ -32,7 +32,7 @@ _SAME_ELEMENTS = (
 )
 _JOINED = ("cat", "concat", "concatenate", "stack")
 _BINARY: dict[str, Callable[[float, float], float]] = {
-    **dict.fromkeys(("add", "radd"), lambda one, other: one + other),
+    "add": lambda one, other: one + other,
     **dict.fromkeys(("sub", "subtract"), lambda one, other: one - other),
     **dict.fromkeys(("mul", "multiply"), lambda one, other: one * other),
     **dict.fromkeys(("div", "truediv", "true_divide", "divide"), lambda one, other: one / other),

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-from hypothesis import reject
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -317,9 +316,3 @@ def check(program: Program) -> bool:
     function = streamed(other, chunk_size=program.chunk, on_barrier="ignore", lowered=lowered)
     assert_same_step(step(other, function, ids), want)
     return True
-
-
-def checked_or_rejected(program: Program) -> None:
-    """`check`, in a search that shall try another program where eager refuses this one."""
-    if not check(program):
-        reject()

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
-from hypothesis import reject
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -278,9 +277,3 @@ def check(program: Program) -> bool:
     for value, right in zip(beside, want_beside, strict=True):
         torch.testing.assert_close(value, right, rtol=1e-10, atol=1e-10)
     return True
-
-
-def checked_or_rejected(program: Program) -> None:
-    """`check`, in a search that shall try another program where eager refuses this one."""
-    if not check(program):
-        reject()
