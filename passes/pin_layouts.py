@@ -43,10 +43,8 @@ def pin_layouts(graph_module: GraphModule) -> None:
             memory = root if root.op == "placeholder" else _copied(root, node)
         node.args, node.kwargs = (memory, *node.args[1:3], offset), {}
     for node in graph.find_nodes(op="call_function", target=aten.as_strided_scatter.default):
-        given = node.args[0]
-        if given.op != "placeholder":
-            with graph.inserting_before(node):
-                node.replace_input_with(given, _in_place_of(given, node))
+        if node.args[0].op != "placeholder":
+            _write_to_copy(node)
     graph_module.recompile()
 
 
@@ -74,14 +72,23 @@ def _copied(root: Node, reader: Node) -> Node:
     return copy
 
 
-def _in_place_of(given: Node, reader: Node) -> Node:
-    """``given`` itself, in memory as traced."""
-    copy = _copied(given, reader)
-    order = _order(given, reader)
+def _write_to_copy(scatter: Node) -> None:
+    """Have ``as_strided_scatter`` write to memory as traced, and read its result like the rest.
+
+    The dims are put back after it, not before: a loop that made the permuted copy would lay it in
+    memory as it likes.
+    """
+    given, graph = scatter.args[0], scatter.graph
+    order = _order(given, scatter)
     back = [order.index(dim) for dim in range(len(order))]
-    result = given.graph.call_function(aten.permute.default, (copy, back))
-    result.meta = {**reader.meta, "val": copy.meta["val"].permute(back)}
-    return result
+    traced = value_of(scatter)
+    with graph.inserting_before(scatter):
+        scatter.replace_input_with(given, _copied(given, scatter))
+    scatter.meta = {**scatter.meta, "val": traced.permute(order).contiguous()}
+    with graph.inserting_after(scatter):
+        result = graph.call_function(aten.permute.default, (scatter, back))
+    result.meta = {**scatter.meta, "val": scatter.meta["val"].permute(back)}
+    scatter.replace_all_uses_with(result, delete_user_cb=lambda user: user is not result)
 
 
 def _order(node: Node, reader: Node) -> list[int]:

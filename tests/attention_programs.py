@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.backend import streamed
-from tests.oracle import Step, assert_same_step
+from tests.models import EXACT
+from tests.oracle import Step, assert_same_step, relative_errors
 
 BATCH, HEADS, LENGTH, WIDTH, VOCAB = 2, 4, 11, 4, 13
 MIN = torch.finfo(torch.float64).min
@@ -177,7 +178,7 @@ OUTPUTS = [
     ".view(2, 4, 11, 4)",
     "x.y = (x.w @ x.v).reshape(8, 11, 4).view(2, 4, 11, 4)",
     "x.y = (x.w @ x.v).view(8, 11, 4).view(2, 4, 11, 4)",
-    "x.y = torch.as_strided(x.w @ x.v, (2, 4, 11, 4), (176, 44, 4, 1))",
+    "x.y = torch.as_strided(x.w @ x.v, (2, 4, 11, 4), (176, 44, 4, 1)) * 1.0",
     "a = (x.w @ x.v).transpose(1, 2).contiguous(); x.y = a.transpose(1, 2); a.mul_(0.5)",
 ]
 
@@ -299,6 +300,9 @@ def step(model: nn.Module, function: Callable[[Tensor], Tensor], ids: Tensor) ->
 def check(program: Program) -> bool:
     """Fail unless a streamed step equals eager's to 1e-10.
 
+    Scores that are scaled by 1e3 two or three times make gradients that rounding alone moves by
+    more than that. So the tolerance is no less than `_moved_by_rounding`.
+
     The bodies of programs in chunks of 3, a tenth, are lowered too: that takes longest here.
     False if eager refuses the program, or gets no number that could be compared.
     """
@@ -314,5 +318,15 @@ def check(program: Program) -> bool:
         return False
     lowered = program.chunk == 3
     function = streamed(other, chunk_size=program.chunk, on_barrier="ignore", lowered=lowered)
-    assert_same_step(step(other, function, ids), want)
+    tolerance = max(EXACT, 4 * _moved_by_rounding(model, ids, want))
+    assert_same_step(step(other, function, ids), want, tolerance)
     return True
+
+
+def _moved_by_rounding(model: Model, ids: Tensor, want: Step) -> float:
+    """The largest relative change of a gradient, eager's, when each parameter moves by an ulp."""
+    moved = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in moved.parameters():
+            weight.copy_(torch.nextafter(weight, torch.randn_like(weight).sign() * math.inf))
+    return max(relative_errors(step(moved, moved, ids).grads, want.grads).values())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -85,20 +86,32 @@ def assert_same_grads(
 ) -> None:
     """The part of `assert_same_step` about gradients."""
     assert got.keys() == want.keys()
+    faults = [
+        f"{name}: got {_kind(got[name])}, eager has {_kind(want[name])}"
+        for name in want
+        if (got[name] is None) is not (want[name] is None)
+    ]
+    for name, error in relative_errors(got, want, floor=floor).items():
+        if not error <= tolerance:  # nan is a fault too
+            faults.append(f"{name}: relative error {error:.2e}")
+    assert not faults, "gradients differ from eager:\n" + "\n".join(faults)
+
+
+def relative_errors(
+    got: Mapping[str, Tensor | None], want: Mapping[str, Tensor | None], *, floor: float = 1e-4
+) -> dict[str, float]:
+    """How far each gradient is from the right one, relative to that (see `assert_same_step`)."""
     smallest = floor * total_norm(want)
-    faults = []
+    errors = {}
     for name, right in want.items():
         left = got[name]
         if left is None or right is None:
-            if left is not right:
-                faults.append(f"{name}: got {_kind(left)}, eager has {_kind(right)}")
             continue
         assert left.shape == right.shape and left.dtype == right.dtype, name
-        size = max(right.norm().item(), smallest)
         error = (left - right).norm().item()
-        if not error <= tolerance * size:
-            faults.append(f"{name}: relative error {error / size if size else error:.2e}")
-    assert not faults, "gradients differ from eager:\n" + "\n".join(faults)
+        size = max(right.norm().item(), smallest, sys.float_info.min)
+        errors[name] = error / size
+    return errors
 
 
 def _kind(grad: Tensor | None) -> str:
