@@ -27,6 +27,8 @@ _VIEWS = (
     *("getitem", "chunk", "split", "unbind"),
 )
 _COPIES = ("contiguous", "clone", "reshape", "flatten")
+_OF_ONE_LAYOUT = ("contiguous", "linear", "matmul", "mm", "bmm", "addmm", "einsum")
+_READ_LAYOUT = ("as_strided", "as_strided_scatter", "view", "view_as", "stride", "is_contiguous")
 
 
 def taking_the_place_of(emit: Emitter, attention: Node, output: Node, writes: Writes) -> Node:
@@ -68,10 +70,29 @@ def _can_tell(output: Node, writes: Writes, same_layout: bool) -> bool:
             if is_call(user, *_VIEWS):
                 pending.append(user)
             elif is_call(user, *_COPIES):
-                if writes.writers(user):
+                if writes.writers(user) or (not same_layout and _layout_is_read(user)):
                     return True
-            elif not same_layout and not _reads_values_alone(user, output):
+            elif not same_layout and (
+                not _reads_values_alone(user, output) or _layout_is_read(user)
+            ):
                 return True
+    return False
+
+
+def _layout_is_read(node: Node) -> bool:
+    """Whether the memory of what is made of ``node`` is read by strides, or as another shape.
+
+    Most ops give their results the layout of an operand. A product and ``contiguous`` do not.
+    """
+    pending, seen = [node], set[Node]()
+    while pending:
+        node = pending.pop()
+        if node in seen or is_call(node, *_OF_ONE_LAYOUT):
+            continue
+        seen.add(node)
+        if is_call(node, *_READ_LAYOUT):
+            return True
+        pending += node.users
     return False
 
 

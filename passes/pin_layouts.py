@@ -43,7 +43,7 @@ def pin_layouts(graph_module: GraphModule) -> None:
             memory = root if root.op == "placeholder" else _copied(root, node)
         node.args, node.kwargs = (memory, *node.args[1:3], offset), {}
     for node in graph.find_nodes(op="call_function", target=aten.as_strided_scatter.default):
-        if node.args[0].op != "placeholder":
+        if node.all_input_nodes[0].op != "placeholder":
             _write_to_copy(node)
     graph_module.recompile()
 
@@ -78,7 +78,7 @@ def _write_to_copy(scatter: Node) -> None:
     The dims are put back after it, not before: a loop that made the permuted copy would lay it in
     memory as it likes.
     """
-    given, graph = scatter.args[0], scatter.graph
+    given, graph = scatter.all_input_nodes[0], scatter.graph
     order = _order(given, scatter)
     back = [order.index(dim) for dim in range(len(order))]
     traced = value_of(scatter)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from tests.attention_programs import NO_GRAD, statement
 from tests.backend import streamed
-from tests.oracle import Step, assert_same_step
+from tests.oracle import Step, assert_same_step, rounding_of, torch_refuses
 
 BATCH, HEADS, LENGTH, WIDTH, VOCAB = 2, 2, 11, 8, 17
 
@@ -257,10 +257,10 @@ def step(model: Model, function: Callable[..., tuple[Tensor, ...]]) -> tuple[Ste
 
 
 def check(program: Program) -> bool:
-    """Fail unless a streamed step equals eager's to 1e-10.
+    """Fail unless a streamed step equals eager's to 1e-10, or to what rounding does to eager's.
 
     The bodies of programs in chunks of 3, a tenth, are lowered too: that takes longest here.
-    False if eager refuses the program, or gets no number that could be compared.
+    False if torch refuses the program, or gets no number that could be compared.
     """
     torch.manual_seed(0)
     model = Model(program).double()
@@ -273,8 +273,13 @@ def check(program: Program) -> bool:
         return False
     sizes = {"chunk_size": program.chunk, "head_chunk_size": program.chunk}
     function = streamed(other, **sizes, on_barrier="ignore", lowered=program.chunk == 3)
-    got, beside = step(other, function)
-    assert_same_step(got, want)
+    try:
+        got, beside = step(other, function)
+    except RuntimeError as error:
+        if torch_refuses(error):
+            return False
+        raise
+    assert_same_step(got, want, rounding_of(model, lambda moved: step(moved, moved)[0], want))
     for value, right in zip(beside, want_beside, strict=True):
         torch.testing.assert_close(value, right, rtol=1e-10, atol=1e-10)
     return True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import sys
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -100,7 +100,11 @@ def assert_same_grads(
 def relative_errors(
     got: Mapping[str, Tensor | None], want: Mapping[str, Tensor | None], *, floor: float = 1e-4
 ) -> dict[str, float]:
-    """How far each gradient is from the right one, relative to that (see `assert_same_step`)."""
+    """How far each gradient is from the right one, relative to that (see `assert_same_step`).
+
+    One below 1e-5 is compared with that: such gradients are differences of numbers around 1, as of
+    a probability from 1 where the loss is nearly 0.
+    """
     smallest = floor * total_norm(want)
     errors = {}
     for name, right in want.items():
@@ -109,9 +113,33 @@ def relative_errors(
             continue
         assert left.shape == right.shape and left.dtype == right.dtype, name
         error = (left - right).norm().item()
-        size = max(right.norm().item(), smallest, sys.float_info.min)
+        size = max(right.norm().item(), smallest, 1e-5)
         errors[name] = error / size
     return errors
+
+
+def rounding_of(model: nn.Module, run: Callable[[Any], Step], want: Step) -> float:
+    """`EXACT`, or more where rounding alone moves gradients by more.
+
+    It is four times the largest relative change of one when each parameter of ``model`` moves by a
+    unit in the last place; ``run`` makes an eager step, ``want`` is that of ``model``.
+    """
+    moved = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in moved.parameters():
+            weight.copy_(torch.nextafter(weight, torch.randn_like(weight).sign() * math.inf))
+    changes = relative_errors(run(moved).grads, want.grads).values()
+    return max(EXACT, *(4 * change for change in changes))
+
+
+def torch_refuses(error: RuntimeError) -> bool:
+    """Whether a compiled step failed on what torch itself takes from no backend.
+
+    Writes to views that ``as_strided`` made of views; and, after a graph break, writes of one graph
+    to what another keeps for its backward.
+    """
+    refusals = ("as_strided() is non-compositional", "modified by an inplace operation")
+    return any(refusal in str(error) for refusal in refusals)
 
 
 def _kind(grad: Tensor | None) -> str:

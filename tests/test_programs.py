@@ -175,6 +175,23 @@ LAYOUTS = {
         SDPA[0],
         "x.y = torch.as_strided(x.y * 2, (2, 4, 11, 4), (176, 44, 4, 1))",
     ),
+    "product by strides": (
+        "x.s = x.q @ x.k.mT",
+        "x.w = x.s.softmax(-1)",
+        "x.y = x.w @ x.v; x.y = torch.as_strided(x.y * 2, (2, 4, 11, 4), (176, 44, 4, 1))",
+    ),
+    "product of one head by strides": (
+        "x.k, x.v = [t[:, :1].repeat(1, 4, 1, 1) for t in (x.k, x.v)]",
+        "x.s = x.q @ x.k.mT",
+        "x.w = x.s.softmax(-1)",
+        "x.y = torch.einsum('bhqk,bhkd->bhqd', x.w, x.v).transpose(1, 2).clone()",
+        "x.y = torch.as_strided(x.y, (2, 4, 11, 4), (176, 44, 4, 1))",
+    ),
+    "product in another shape later": (
+        "x.s = x.q @ x.k.mT",
+        "x.w = x.s.softmax(-1)",
+        "x.y = ((x.w @ x.v) * 2).view(8, 11, 4).view(2, 4, 11, 4)",
+    ),
     "queries by strides": (
         "x.q = torch.as_strided(x.q.transpose(2, 3) * 2, (2, 4, 11, 4), (176, 44, 4, 1))",
         SDPA[0],
@@ -237,7 +254,7 @@ def test_random_program_matches_eager(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of torch, about gradients of views
             if not grammar.check(program):
-                reject()  # eager refuses it: another one shall be tried
+                reject()  # torch refuses it: another one shall be tried
 
     # Shards of the default run differ from each other and stay the same from run to run.
     (search if long else seed(shard)(search))()
