@@ -152,6 +152,8 @@ def _written_arguments(node: Node) -> list[Any]:
         return _by_schema(node, target)
     if not is_torch_function(target):  # versions tell what it writes
         return []
+    if getattr(operator, getattr(target, "__name__", ""), None) is target:
+        return []  # ``and_`` and ``or_``, which write nothing
     written = [node.kwargs.get("out")]
     if _is_in_place_name(getattr(target, "__name__", "")):
         written += [node.args[:1], node.kwargs.get("input")]

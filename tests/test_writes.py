@@ -131,6 +131,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "inplace of false": lambda x: F.relu(x, inplace=False),
     "dropout": lambda x: F.dropout(x, 0.5, True, False),
     "op": lambda x: torch.ops.aten.add.Tensor(x, x),
+    "operators that are called and_ and or_": lambda x: ((x > 0) & (x < 1)) | (x > 2),
     "read by a write": lambda x: torch.zeros(4, 6).add_(x),
     "read by an assignment": lambda x: torch.zeros(4, 6).__setitem__(0, x[0]),
     "body of a checkpoint": lambda x: checkpoint(lambda y: y * 2, x, use_reentrant=False),
@@ -148,6 +149,8 @@ def test_a_value_that_is_read_alone_is_not_told_of(form: str) -> None:
     graph_module = graph_of(program, torch.rand(4, 6))
     writes = Writes(graph_module.graph)
     assert writes.writers(node_of(graph_module, "sin")) == []
+    if "operator" in form:
+        assert not writes
 
 
 def test_inputs_that_are_views_of_one_tensor_share_its_writes() -> None:
