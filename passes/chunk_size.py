@@ -77,9 +77,14 @@ def chunk_sizes(
     head_chunk_size: int | None,
     *,
     for_accelerator: bool = False,
+    widest: int | None = None,
 ) -> ChunkSizes:
-    """The chunk sizes for a graph whose loop nodes are ``nodes``."""
-    widest = _widest_of_rows(nodes, axes)
+    """The chunk sizes for a graph whose loop nodes are ``nodes``.
+
+    ``widest`` has the bytes of the widest value of the program, if the graph is a part of one.
+    """
+    if widest is None:
+        widest = _widest_of_rows(nodes, axes)
     return ChunkSizes(axes, batch, widest, chunk_size, head_chunk_size, for_accelerator)
 
 

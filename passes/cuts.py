@@ -51,8 +51,8 @@ class Segments:
         return set().union(*self.cuts) if self.cuts else set()
 
 
-def choose_cuts(joint: JointGraph, axes: Axes) -> Segments:
-    """Cut the forward of ``joint`` at its waists."""
+def choose_cuts(joint: JointGraph, axes: Axes, *, is_segment: bool = False) -> Segments:
+    """Cut the forward of ``joint`` at its waists; nowhere if it is a segment already."""
     required = ancestors([*joint.forward_outputs, *joint.kept])
     flow = delay_wide_values(
         [node for node in joint.graph.nodes if node in required and _in_flow(node, axes)],
@@ -62,7 +62,7 @@ def choose_cuts(joint: JointGraph, axes: Axes) -> Segments:
     index = {node: position for position, node in enumerate(flow)}
     alive = _alive_values(flow, index, axes)
     attention = [position for position, node in enumerate(flow) if axes.attends(node)]
-    positions = _waists(flow, alive, attention, axes)
+    positions = [] if is_segment else _waists(flow, alive, attention, axes)
     cuts = [alive[position] for position in positions]
     segment: dict[Node, int] = {}
     current = 0

@@ -76,14 +76,14 @@ def stream_along_one_axis(
         elif not lengths:
             _leave(history, "no input has a sequence axis", joint, axis, parameters)
         return None
-    analysis = _analyse(joint, axis, parameters, history)
+    analysis = _analyse(joint, axis, parameters, settings, history)
     if analysis is not None and joint.tangents:
         fused = timed(history, "fuse_head", partial(fuse_head, joint, *analysis))
         if fused is not None:
             history.head_fused = True
             history.keep("fuse_head", graph_module)
             joint = read_joint(graph_module.graph, num_forward_outputs, fused.kept, fused.scaled)
-            analysis = _analyse(joint, axis, parameters, history)
+            analysis = _analyse(joint, axis, parameters, settings, history)
     if analysis is None:
         if not lengths:
             reason = "no value of the graph carries the sequence axis"
@@ -97,6 +97,7 @@ def stream_along_one_axis(
         settings.chunk_size,
         settings.head_chunk_size,
         for_accelerator=settings.for_accelerator,
+        widest=settings.widest,
     )
     prefix = f"length{len(lengths)}_" if lengths else ""
     rewritten = timed(
@@ -147,13 +148,21 @@ def _choose_axis(
 
 
 def _analyse(
-    joint: JointGraph, axis: SequenceAxis, parameters: set[Node], history: History
+    joint: JointGraph,
+    axis: SequenceAxis,
+    parameters: set[Node],
+    settings: Settings,
+    history: History,
 ) -> tuple[Axes, Segments, dict[Node, int]] | None:
     """Axes, segments and stages of a joint graph; ``None`` where nothing is streamed."""
     axes = timed(history, "find_axes", lambda: _propagate(joint, axis, parameters))
     if not any(axes.in_loop(node) for node in joint.graph.nodes):
         return None
-    segments = timed(history, "choose_cuts", lambda: choose_cuts(joint, axes))
+    segments = timed(
+        history,
+        "choose_cuts",
+        lambda: choose_cuts(joint, axes, is_segment=settings.widest is not None),
+    )
     stages = timed(history, "assign_stages", lambda: assign_stages(joint, axes, segments))
     return axes, segments, stages
 

@@ -43,6 +43,9 @@ from torch._dynamo.source import ConstantSource as ConstantSource
 # Notes which symbolic floats are constants; AOTAutograd starts Dynamo anew for any other.
 from torch._dynamo.symbolic_convert import TensorifyState
 
+# The fake tensor that stands for an input while a graph is compiled, its symbolic sizes included.
+from torch._dynamo.utils import to_fake_tensor as to_fake_tensor
+
 # Marks the new value of an input that a traced program changes in place.
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 

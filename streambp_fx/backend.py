@@ -1,7 +1,7 @@
 """The ``torch.compile`` backend.
 
-Dynamo graph   `passes.captured.rewrite_captured`
-AOTAutograd    traces the joint graph, whose partitioner is `passes.pipeline.stream`
+Dynamo graph   `passes.captured.rewrite_captured`; `passes.segments` splits it
+AOTAutograd    `joint` has it trace the joint graph, which `passes.pipeline.stream` rewrites
 run            loops with compiled bodies, glue op by op
 
 Passes work on copies, or on what can be brought back: where one fails, the graph runs unstreamed
@@ -20,23 +20,18 @@ from torch.fx import GraphModule
 
 from . import ops as ops  # registers the ops that rewritten graphs call
 from ._torch import (
-    aot_autograd,
     changed_inductor_settings,
-    changed_inputs,
-    copied_graph,
-    default_partition,
     disable_current_modes,
     donate_nothing,
     ignore_messages_told_once,
 )
+from .chain import compile_chain
+from .joint import JointCompiler
 from .options import Options, parse_options
 from .passes.captured import Untouched, rewrite_captured
-from .passes.decompositions import decompositions
-from .passes.inputs import InputRole
 from .passes.lower import lower
-from .passes.partition import split
-from .passes.pipeline import History, Settings, stream
-from .passes.rewrite import Rewritten
+from .passes.pipeline import History, Settings
+from .passes.segments import Chain, split_segments
 from .report import Report, record
 
 log = logging.getLogger("streambp_fx")
@@ -90,7 +85,7 @@ class Compilation:
         self.options = options
         self.for_accelerator = for_accelerator
         self.history = History()
-        self.roles: list[InputRole] = []
+        self._cause: Exception | None = None
         # Inductor's settings live in context variables, and bodies compile later, some of them
         # in autograd's thread: what differs from the defaults here is set again there.
         self.inductor = {**changed_inductor_settings(), **options.inductor}
@@ -106,86 +101,63 @@ class Compilation:
         )
         if deferral is None:
             untouched.restore()
-        self.roles = _input_roles(graph_module, example_inputs)
-        compiler = aot_autograd(
-            fw_compiler=self._run_graph,
-            bw_compiler=self._run_graph,
-            inference_compiler=self._inference,
-            partition_fn=self._partition,
-            decompositions=decompositions(),
-        )
-        compiled: Callable[..., Any] = compiler(graph_module, list(example_inputs))
+        chain = None
+        if self.options.segments and deferral is not None and torch.is_grad_enabled():
+            chain = self._attempt(lambda: split_segments(graph_module))
+        if chain is None:
+            compiled = self._compiler(self.history).compile(graph_module, example_inputs)
+        else:
+            compiled = self._compile_chain(chain, example_inputs)
+        self._report()
+        self._tell()
         if deferral is None or not deferral.deferred:
             return compiled
         return lambda *args: deferral.rebuild(compiled(*args), args)
 
-    def _attempt(self, passes: Callable[[], T]) -> T | None:
+    def _compile_chain(self, chain: Chain, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        def compile_segment(
+            segment: GraphModule, inputs: Sequence[Any]
+        ) -> tuple[Callable[..., Any], History]:
+            history = History(keep_copies=self.history.keep_copies)
+            return self._compiler(history, chain.widest).compile(segment, inputs), history
+
+        histories = compile_chain(chain.graph_module, example_inputs, compile_segment)
+        self.history.take_over(histories)
+        return chain.graph_module.forward
+
+    def _compiler(self, history: History, widest: int | None = None) -> JointCompiler:
+        options = self.options
+        settings = Settings(
+            options.chunk_size,
+            options.head_chunk_size,
+            options.accumulation_dtype,
+            self.for_accelerator,
+            widest,
+        )
+        return JointCompiler(settings, history, self._attempt, self._run_graph)
+
+    def _attempt(self, passes: Callable[[], T], history: History | None = None) -> T | None:
         """What ``passes`` return; ``None``, with the reason in the history, where one fails."""
         try:
             return passes()
         except Exception as error:  # whatever it is, the graph can run unstreamed
             log.debug("a pass failed", exc_info=True)
-            self.history.refuse(error)
-            if self.options.on_barrier == "error":
-                self._report(error)
+            (history or self.history).refuse(error)
+            self._cause = error
         return None
-
-    def _settings(self) -> Settings:
-        options = self.options
-        return Settings(
-            options.chunk_size,
-            options.head_chunk_size,
-            options.accumulation_dtype,
-            self.for_accelerator,
-        )
-
-    def _partition(
-        self, joint: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **kwargs: Any
-    ) -> tuple[GraphModule, GraphModule]:
-        changed = changed_inputs(joint)
-
-        def passes() -> tuple[GraphModule, GraphModule] | None:
-            rewritten = self._stream(joint, num_fwd_outputs)
-            return None if rewritten is None else split(rewritten, num_fwd_outputs, changed)
-
-        halves = self._attempt(passes)
-        self._report()
-        if halves is None:
-            halves = default_partition(
-                joint, joint_inputs, num_fwd_outputs=num_fwd_outputs, **kwargs
-            )
-        self.history.graphs.update(forward=halves[0], backward=halves[1])
-        self._tell()
-        return halves
-
-    def _inference(self, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        count = len(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]
-        rewritten = self._attempt(lambda: self._stream(graph_module, count))
-        self._report()
-        target = graph_module if rewritten is None else rewritten.graph_module
-        self.history.graphs["forward"] = target
-        self._tell()
-        return self._run_graph(target, inputs)
-
-    def _stream(self, traced: GraphModule, num_fwd_outputs: int) -> Rewritten | None:
-        """The traced graph with loops; ``None``, with the reason in the history, without any."""
-        if self.history.unstreamed is not None:  # a pass on the captured graph failed
-            return None
-        copy = GraphModule(traced, copied_graph(traced.graph))
-        return stream(copy, num_fwd_outputs, self.roles, self._settings(), self.history)
 
     def _run_graph(self, graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         donate_nothing()
         return lower(graph_module, self.options.compile_bodies, self.inductor)
 
-    def _report(self, cause: Exception | None = None) -> None:
+    def _report(self) -> None:
         report = Report.of(self.history)
         record(report)
         if self.options.on_barrier == "ignore" or not report.problems():
             return
         message = "not all of the graph is streamed:\n  " + "\n  ".join(report.problems())
         if self.options.on_barrier == "error":
-            raise BarrierError(message) from cause
+            raise BarrierError(message) from self._cause
         warnings.warn(message, BarrierWarning, stacklevel=2)
 
     def _predicted_peak(self) -> str:
@@ -211,17 +183,3 @@ class Compilation:
         log.info("%s; %s", report.summary(), self._predicted_peak())
         for detail in report.details():
             log.debug("%s", detail)
-
-
-def _input_roles(graph_module: GraphModule, example_inputs: Sequence[Any]) -> list[InputRole]:
-    """For each input, whether it is a parameter, a module's buffer, or data."""
-    placeholders = graph_module.graph.find_nodes(op="placeholder")
-    roles = []
-    for node, value in zip(placeholders, example_inputs, strict=True):
-        if isinstance(value, torch.nn.Parameter):
-            roles.append(InputRole.PARAMETER)
-        elif "_dynamo_static_input_type" in node.meta.get("tensor_dict", {}):
-            roles.append(InputRole.BUFFER)
-        else:
-            roles.append(InputRole.DATA)
-    return roles

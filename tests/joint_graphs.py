@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from streambp_fx._torch import aot_autograd, default_partition
-from streambp_fx.backend import _input_roles
+from streambp_fx.joint import input_roles
 from streambp_fx.passes.axes import Axes, find_axes
 from streambp_fx.passes.causal_masks import simplify_causal_masks
 from streambp_fx.passes.cuts import Segments, choose_cuts
@@ -145,7 +145,7 @@ def capture(
 
     def backend(graph_module: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         normalize_attention(graph_module)
-        roles = _input_roles(graph_module, example_inputs)
+        roles = input_roles(graph_module, example_inputs)
 
         def partition(joint: GraphModule, joint_inputs: Any, **kwargs: Any) -> Any:
             found.append(Captured(deepcopy(joint), kwargs["num_fwd_outputs"], roles))

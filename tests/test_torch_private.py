@@ -39,6 +39,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
     "select_decomp_table": (),
     "statically_known_true": ("x",),
     "sympy_interp": ("analysis", "env", "expr"),
+    "to_fake_tensor": ("t", "fake_mode"),
     "tracing": ("context",),
 }
 """For each function that `_torch` imports: the names of the parameters that the project passes."""

@@ -46,7 +46,7 @@ def trace(
     histories: list[History] = []
     # Whatever a program is on, fake tensors on the CPU stand for its own.
     for_accelerator = not _all_on_cpu((program, args, kwargs))
-    as_planned = dataclasses.replace(options, compile_bodies=False)
+    as_planned = dataclasses.replace(options, compile_bodies=False, segments=False)
 
     def backend(graph_module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         # What runs is the graph as Dynamo gave it: the passes change theirs, and a loop over the

@@ -1,0 +1,160 @@
+"""Pass: split a training step's Dynamo graph at its waists, into segments.
+
+Given:  h0 = embed(ids); mask = ...; h1 = layer(h0, mask, W1); h2 = layer(h1, mask, W2)
+        loss = head(h2, labels, W)
+Result: h0 = segment_1(ids, W0)
+        h1 = segment_2(h0, W1)          # with mask = ... inside
+        h2 = segment_3(h1, W2)          # the same graph
+        loss = segment_4(h2, labels, W)
+
+Each segment becomes an autograd node of its own, and the autograd engine connects them.
+
+What depends on no parameter is computed by the segment that reads it, or, where several do, once
+before them. Masks, and all else with two dims of tokens, are computed in each segment that reads
+them: there it is proven what they mask, so that none of them is ever built.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.passes.split_module import split_module
+
+from .autocast_regions import AutocastState, nodes_with_autocast
+from .dataflow import ancestors
+from .waists import Flow, bytes_alive, find_waists, read_flow
+
+PROLOGUE = 0
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A module that calls segments, and the bytes of the widest value within one of them."""
+
+    graph_module: GraphModule
+    widest: int
+
+
+def split_segments(graph_module: GraphModule) -> Chain | None:
+    """The segments of ``graph_module``; ``None`` if it has no waist.
+
+    ``graph_module`` is left as it is. Submodules are called ``submod_0`` (what is computed once,
+    before all segments, if anything is), ``submod_1`` and so on.
+    """
+    flow = read_flow(graph_module.graph)
+    waists = find_waists(flow)
+    if not waists:
+        return None
+    segment = _number(flow, waists)
+    graph, part = _arranged(flow, segment)
+    arranged = GraphModule(graph_module, graph)
+    chain = split_module(arranged, arranged, lambda node: part[node], keep_original_order=True)
+    return Chain(chain, max(bytes_alive([node]) for node in flow.calls if not flow.is_square(node)))
+
+
+def _number(flow: Flow, waists: list[int]) -> dict[Node, int]:
+    """The segment of each call, counted from 1."""
+    segment = {}
+    current = 1
+    cuts = set(waists)
+    for position, node in enumerate(flow.calls):
+        segment[node] = current
+        current += position in cuts
+    return segment
+
+
+def _arranged(flow: Flow, segment: dict[Node, int]) -> tuple[Graph, dict[Node, int]]:
+    """The graph with each prologue value where it is needed, and the part that each node is in."""
+    graph = Graph()
+    part: dict[Node, int] = {}
+    inputs = (node for node in flow.graph.nodes if node.op in ("placeholder", "get_attr"))
+    made = {node: graph.node_copy(node) for node in inputs}
+    autocast = dict(nodes_with_autocast(flow.graph, AutocastState()))
+    reads = _reads(flow, segment)
+    shared = _shared(flow, reads)
+
+    def emit(nodes: Set[Node], number: int, into: dict[Node, Node]) -> None:
+        in_order = [node for node in flow.prologue if node in nodes]
+        for copy in _with_regions(graph, in_order, autocast, into):
+            part[copy] = number
+
+    emit(shared, PROLOGUE, made)
+    for number, read in reads.items():
+        here = dict(made)
+        emit(_own(flow, read, shared), number, here)
+        for node in flow.calls:
+            if segment[node] == number:
+                here[node] = made[node] = graph.node_copy(node, here.__getitem__)
+                part[made[node]] = number
+        made.update({node: here[node] for node in read if node not in made})
+    graph.node_copy(flow.graph.output_node(), made.__getitem__)
+    return graph, part
+
+
+def _reads(flow: Flow, segment: dict[Node, int]) -> dict[int, set[Node]]:
+    """For each segment, the prologue values that its calls read; outputs go with the last one."""
+    prologue = set(flow.prologue)
+    reads: dict[int, set[Node]] = {number: set() for number in sorted(set(segment.values()))}
+    for node, number in segment.items():
+        reads[number].update(prologue.intersection(node.all_input_nodes))
+    reads[max(reads)].update(prologue.intersection(flow.graph.output_node().all_input_nodes))
+    return reads
+
+
+def _shared(flow: Flow, reads: dict[int, set[Node]]) -> set[Node]:
+    """The prologue values that are computed once, since several segments need them."""
+    prologue = set(flow.prologue)
+    count: Counter[Node] = Counter()
+    for read in reads.values():
+        stack = [node for node in read if not flow.is_square(node)]
+        needed = set(stack)
+        while stack:
+            for one in stack.pop().all_input_nodes:
+                if one in prologue and one not in needed and not flow.is_square(one):
+                    needed.add(one)
+                    stack.append(one)
+        count.update(needed)
+    return ancestors(node for node in count if count[node] > 1) & prologue
+
+
+def _own(flow: Flow, read: Set[Node], shared: Set[Node]) -> set[Node]:
+    """The prologue values that a segment that reads ``read`` computes for itself."""
+    own: set[Node] = set()
+    stack = [node for node in read if node not in shared or flow.is_square(node)]
+    while stack:
+        node = stack.pop()
+        if flow.is_square(node):
+            # All of it, from the inputs on: what it masks is proven here.
+            own |= ancestors([node])
+        elif node not in own:
+            own.add(node)
+            stack += [one for one in node.all_input_nodes if one not in shared]
+    return own.intersection(flow.prologue)
+
+
+def _with_regions(
+    graph: Graph,
+    nodes: Sequence[Node],
+    autocast: Mapping[Node, AutocastState],
+    made: dict[Node, Node],
+) -> Iterator[Node]:
+    """Copies of ``nodes`` in ``graph``, in the autocast regions that they are in."""
+    entered: list[Node] = []
+    state = AutocastState()
+    for node in [*nodes, None]:
+        here = AutocastState() if node is None else autocast[node]
+        if here != state:
+            while entered:
+                yield graph.call_function(torch.amp._exit_autocast, (entered.pop(),))
+            for device, dtype in here.entered.items():
+                arguments = (device, dtype, dtype is not None, None)
+                entered.append(graph.call_function(torch.amp._enter_autocast, arguments))
+                yield entered[-1]
+            state = here
+        if node is not None:
+            made[node] = graph.node_copy(node, made.__getitem__)
+            yield made[node]

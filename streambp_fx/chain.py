@@ -1,0 +1,203 @@
+"""Compile the segments of a split graph, each distinct one once, and connect them.
+
+Given:  h1 = submod_1(ids, W0); h2 = submod_2(h1, W1); h3 = submod_3(h2, W2); loss = submod_4(h3, W)
+Result: the same calls, of compiled functions: submod_2 and submod_3 are one where their graphs are
+        equal but for names, and their inputs but for values
+
+Each compiled function is an autograd node. What connects them at run time is the autograd engine:
+gradients of a segment's parameters are accumulated, and hooks called, when its backward has ended.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from streambp_fx._torch import (
+    FakeTensor,
+    FakeTensorMode,
+    detect_fake_mode,
+    storage_id,
+    to_fake_tensor,
+)
+
+from .passes.history import History
+from .passes.rules.sizes import expr_of
+
+Compiled = tuple[Callable[..., Any], History]
+CompileSegment = Callable[[GraphModule, Sequence[Any]], Compiled]
+"""``compile_segment(graph_module, example_inputs)``: what runs in its place, and what was found."""
+
+
+class _Called(torch.nn.Module):
+    """A module that calls a compiled function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+def compile_chain(
+    chain: GraphModule, example_inputs: Sequence[Any], compile_segment: CompileSegment
+) -> list[History]:
+    """Replace the segments of ``chain`` by compiled functions, in place.
+
+    Returns:
+        What was found in each segment, in order; equal ones share it.
+    """
+    inputs = chain.graph.find_nodes(op="placeholder")
+    given = dict(zip(inputs, example_inputs, strict=True))
+    mode = detect_fake_mode(list(example_inputs))
+    fakes = {node: _fake(value, mode) for node, value in given.items()}
+    compiled: dict[Any, tuple[Compiled | None, Sequence[Any]]] = {}
+    found = []
+    for node in chain.graph.nodes:  # those that are inserted behind it come too
+        if node.op == "call_module":
+            segment = getattr(chain, str(node.target))
+            _return_tuple(segment, node)
+            values = [fakes[one] for one in node.args]
+            key = (_text(segment), _kinds(segment, values))
+            if key not in compiled:
+                results = _examples(segment, values, mode)
+                # Positions and the like are no faster in loops.
+                one = (
+                    compile_segment(segment, [given.get(one, fakes[one]) for one in node.args])
+                    if _has_gradient([*values, *results])
+                    else None
+                )
+                compiled[key] = one, results
+            one, fakes[node] = compiled[key]
+            if one is not None:
+                found.append(one[1])
+                chain.add_submodule(str(node.target), _Called(one[0]))
+        elif node.op == "call_function":
+            fakes[node] = fakes[node.args[0]][node.args[1]]
+            _lay_contiguous(node, fakes)
+    chain.recompile()
+    return found
+
+
+def _fake(value: Any, mode: FakeTensorMode | None) -> Any:
+    """``value`` without data."""
+    if mode is None or not isinstance(value, Tensor) or isinstance(value, FakeTensor):
+        return value
+    return to_fake_tensor(value, mode)
+
+
+def _return_tuple(segment: GraphModule, call: Node) -> None:
+    """Let ``segment`` return a tuple, if it returned its only value."""
+    output = segment.graph.output_node()
+    results = output.args[0]
+    if not isinstance(results, (tuple, list)):
+        output.args = ((results,),)
+        segment.recompile()
+        with call.graph.inserting_after(call):
+            first = call.graph.call_function(operator.getitem, (call, 0))
+        call.replace_all_uses_with(first, delete_user_cb=lambda user: user is not first)
+
+
+def _examples(
+    segment: GraphModule, values: Sequence[Any], mode: FakeTensorMode | None
+) -> Sequence[Any]:
+    """Examples of what ``segment`` returns; whether they have a gradient is asked of autograd.
+
+    Passes note examples that say nothing of it.
+    """
+    # The user's hooks, such as checkpointing's, are for what is saved when the step runs.
+    no_hooks = saved_tensors_hooks(_itself, _itself)
+    with nullcontext() if mode is None else mode, no_hooks, torch.enable_grad():
+        results: Sequence[Any] = segment(*values)
+    return [
+        result.detach().requires_grad_(result.requires_grad)
+        if isinstance(result, Tensor)
+        else result
+        for result in results
+    ]
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _lay_contiguous(result: Node, fakes: dict[Node, Any]) -> None:
+    """Hand ``result`` contiguous to the segments that read it.
+
+    They are compiled for the strides of their examples, and loops lay their results as they like.
+    """
+    readers = [user for user in result.users if user.op == "call_module"]
+    if readers and isinstance(fakes[result], Tensor):
+        with result.graph.inserting_after(result):
+            laid = result.graph.call_method("contiguous", (result,))
+        for reader in readers:
+            reader.replace_input_with(result, laid)
+        fakes[laid] = fakes[result].contiguous()
+
+
+def _has_gradient(values: Sequence[Any]) -> bool:
+    return any(isinstance(value, Tensor) and value.requires_grad for value in values)
+
+
+def _text(graph_module: GraphModule) -> str:
+    """The graph without names: equal texts are equal programs."""
+    number = {node: index for index, node in enumerate(graph_module.graph.nodes)}
+
+    def named(argument: Any) -> Any:
+        return map_arg(argument, lambda node: _Numbered(number[node]))
+
+    lines = []
+    for node in graph_module.graph.nodes:
+        target = ""
+        if node.op == "get_attr":
+            held = getattr(graph_module, str(node.target))
+            target = _text(held) if isinstance(held, GraphModule) else str(id(held))
+        elif node.op not in ("placeholder", "output"):
+            target = f"{node.target!r} {id(node.target) if callable(node.target) else ''}"
+        lines.append(f"{node.op} {target} {named(node.args)!r} {named(node.kwargs)!r}")
+    return "\n".join(lines)
+
+
+class _Numbered(str):
+    """How a node is written in a graph's text."""
+
+    def __new__(cls, number: int) -> _Numbered:
+        return super().__new__(cls, f"%{number}")
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _kinds(segment: GraphModule, inputs: Sequence[Any]) -> tuple[Any, ...]:
+    """All that a compiled graph may rely on of its inputs but their elements."""
+    placeholders = segment.graph.find_nodes(op="placeholder")
+    memory: dict[int, int] = {}
+    kinds: list[Any] = []
+    for node, value in zip(placeholders, inputs, strict=True):
+        if not isinstance(value, Tensor):
+            kinds.append(str(expr_of(value)) if isinstance(value, torch.SymInt) else repr(value))
+            continue
+        sizes = (*value.shape, *value.stride(), value.storage_offset())
+        kinds.append(
+            (
+                type(value),
+                isinstance(value, torch.nn.Parameter),
+                node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type"),
+                value.ndim,
+                tuple(str(expr_of(size)) for size in sizes),
+                value.dtype,
+                value.device,
+                value.requires_grad,
+                memory.setdefault(storage_id(value), len(memory)),
+            )
+        )
+    return tuple(kinds)
