@@ -56,6 +56,16 @@ class Flow:
     writes: Writes
     order: dict[Node, int] = field(default_factory=dict)
 
+    def has_tokens(self, node: Node) -> bool:
+        """Whether a value, if it is a tensor of several dims, has a row for each token."""
+        value = example_of(node)
+        if not isinstance(value, Tensor) or value.ndim < 2:
+            return True
+        merged = expr_of(product(value.shape[:-1]))
+        return any(expr_of(size) in self.lengths for size in value.shape) or any(
+            merged % length == 0 for length in self.lengths
+        )
+
     def is_square(self, node: Node) -> bool:
         """Whether two dims of the value of ``node`` run over tokens."""
         value = example_of(node)
@@ -77,7 +87,8 @@ class Flow:
 def read_flow(graph: Graph) -> Flow:
     """Tell the calls of a Dynamo graph apart."""
     writes = Writes(graph)
-    trained = {node for node in graph.nodes if node.op == "placeholder" and _is_trained(node)}
+    inputs = graph.find_nodes(op="placeholder")
+    trained = {node for node in inputs if is_trained(example_of(node))}
     placed: set[Node] = set()
     prologue: list[Node] = []
     for node in graph.nodes:
@@ -110,9 +121,8 @@ def _without_empty_regions(calls: list[Node]) -> list[Node]:
     return kept
 
 
-def _is_trained(node: Node) -> bool:
-    """Whether an input is a weight, or activations that carry a gradient."""
-    value = example_of(node)
+def is_trained(value: Any) -> bool:
+    """Whether a value is a weight, frozen or not, or carries a gradient."""
     return isinstance(value, Tensor) and (
         isinstance(value, torch.nn.Parameter) or value.requires_grad
     )
@@ -230,7 +240,8 @@ def _may_cross(nodes: Sequence[Node], flow: Flow) -> bool:
         return False
     if not all(isinstance(value, Tensor | torch.SymInt | int) for value in values):
         return False
-    return not any(flow.is_square(node) for node in nodes)
+    # Rows that a loss takes of the last hidden states do not tell how long the sequence is.
+    return all(flow.has_tokens(node) and not flow.is_square(node) for node in nodes)
 
 
 def _inside_regions(flow: Flow) -> set[int]:

@@ -101,9 +101,7 @@ class Compilation:
         )
         if deferral is None:
             untouched.restore()
-        chain = None
-        if self.options.segments and deferral is not None and torch.is_grad_enabled():
-            chain = self._attempt(lambda: split_segments(graph_module))
+        chain = None if deferral is None else self._split(graph_module, example_inputs)
         if chain is None:
             compiled = self._compiler(self.history).compile(graph_module, example_inputs)
         else:
@@ -113,6 +111,19 @@ class Compilation:
         if deferral is None or not deferral.deferred:
             return compiled
         return lambda *args: deferral.rebuild(compiled(*args), args)
+
+    def _split(self, graph_module: GraphModule, example_inputs: Sequence[Any]) -> Chain | None:
+        """The segments of a training step, where they are asked for; ``None`` of other graphs."""
+        tensors = [one for one in example_inputs if isinstance(one, torch.Tensor)]
+        trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+        if not (self.options.segments and trained):
+            return None
+        try:
+            return split_segments(graph_module)
+        except Exception as error:  # the graph, which is as it was, can be streamed as one
+            log.debug("the graph could not be split", exc_info=True)
+            self.history.notes.append(f"not split into segments: {type(error).__name__}: {error}")
+        return None
 
     def _compile_chain(self, chain: Chain, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         def compile_segment(

@@ -31,6 +31,7 @@ from streambp_fx._torch import (
 
 from .passes.history import History
 from .passes.rules.sizes import expr_of
+from .passes.waists import is_trained
 
 Compiled = tuple[Callable[..., Any], History]
 CompileSegment = Callable[[GraphModule, Sequence[Any]], Compiled]
@@ -56,8 +57,7 @@ def compile_chain(
     Returns:
         What was found in each segment, in order; equal ones share it.
     """
-    inputs = chain.graph.find_nodes(op="placeholder")
-    given = dict(zip(inputs, example_inputs, strict=True))
+    given = dict(zip(chain.graph.find_nodes(op="placeholder"), example_inputs, strict=True))
     mode = detect_fake_mode(list(example_inputs))
     fakes = {node: _fake(value, mode) for node, value in given.items()}
     compiled: dict[Any, tuple[Compiled | None, Sequence[Any]]] = {}
@@ -70,17 +70,17 @@ def compile_chain(
             key = (_text(segment), _kinds(segment, values))
             if key not in compiled:
                 results = _examples(segment, values, mode)
-                # Positions and the like are no faster in loops.
-                one = (
-                    compile_segment(segment, [given.get(one, fakes[one]) for one in node.args])
-                    if _has_gradient([*values, *results])
-                    else None
-                )
+                # Positions and the like, which read no weight, are no faster in loops.
+                one = None
+                if any(map(is_trained, (*values, *results))):
+                    inputs = [given.get(one, fakes[one]) for one in node.args]
+                    one = compile_segment(segment, inputs)
                 compiled[key] = one, results
             one, fakes[node] = compiled[key]
             if one is not None:
-                found.append(one[1])
-                chain.add_submodule(str(node.target), _Called(one[0]))
+                function, history = one
+                found.append(history)
+                chain.add_submodule(str(node.target), _Called(function))
         elif node.op == "call_function":
             fakes[node] = fakes[node.args[0]][node.args[1]]
             _lay_contiguous(node, fakes)
@@ -142,10 +142,6 @@ def _lay_contiguous(result: Node, fakes: dict[Node, Any]) -> None:
         for reader in readers:
             reader.replace_input_with(result, laid)
         fakes[laid] = fakes[result].contiguous()
-
-
-def _has_gradient(values: Sequence[Any]) -> bool:
-    return any(isinstance(value, Tensor) and value.requires_grad for value in values)
 
 
 def _text(graph_module: GraphModule) -> str:

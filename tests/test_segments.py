@@ -286,3 +286,15 @@ def test_autocast_around_a_step() -> None:
         got = step(model, streamed(model, segments=True, chunk_size=8), inputs)
     for name, right in want.items():
         assert (got[name] - right).norm() <= 0.05 * right.norm(), name
+
+
+def test_frozen_layers_before_the_trained_ones_stream_too() -> None:
+    model, inputs = made("", "", "")
+    for part in (model.token, model.layers[0]):
+        part.requires_grad_(False)
+    assert_equal_to_eager(model, inputs)
+    report = streambp_fx.last_report()
+    assert report is not None
+    assert [loop.name for loop in report.loops if "segment" in loop.name] == [
+        f"segment{number}" for number in range(5)
+    ]
