@@ -76,7 +76,9 @@ def compile_chain(
                     inputs = [given.get(one, fakes[one]) for one in node.args]
                     one = compile_segment(segment, inputs)
                 compiled[key] = one, results
-            one, fakes[node] = compiled[key]
+            one, results = compiled[key]
+            # New ones each time: AOTAutograd takes two inputs that are one object for one.
+            fakes[node] = [_like(result, mode) for result in results]
             if one is not None:
                 function, history = one
                 found.append(history)
@@ -116,14 +118,20 @@ def _examples(
     """
     # The user's hooks, such as checkpointing's, are for what is saved when the step runs.
     no_hooks = saved_tensors_hooks(_itself, _itself)
-    with nullcontext() if mode is None else mode, no_hooks, torch.enable_grad():
+    with mode or nullcontext(), no_hooks, torch.enable_grad():
         results: Sequence[Any] = segment(*values)
-    return [
-        result.detach().requires_grad_(result.requires_grad)
-        if isinstance(result, Tensor)
-        else result
-        for result in results
-    ]
+    return results
+
+
+def _like(value: Any, mode: FakeTensorMode | None) -> Any:
+    """An example like ``value`` that shares its memory with nothing, and was made of nothing."""
+    if not isinstance(value, Tensor):
+        return value
+    with mode or nullcontext():
+        like = torch.empty_strided(
+            value.shape, value.stride(), dtype=value.dtype, device=value.device
+        )
+    return like.requires_grad_(value.requires_grad)
 
 
 def _itself(tensor: Tensor) -> Tensor:

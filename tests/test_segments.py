@@ -63,15 +63,19 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.head = nn.Linear(WIDTH, VOCAB)
 
+    sums_layers = False
+
     def hidden(self, ids: Tensor) -> Tensor:
         at = torch.arange(ids.shape[1])
         with torch.autocast("cpu", enabled=False):
             angles = at[:, None] * (torch.arange(WIDTH // HEADS) + 0.5).to(self.head.weight.dtype)
         mask = (at[None] <= at[:, None]) & (ids != 0)[:, None, None, :] | (at[:, None] == at[None])
-        h = self.token(ids)
+        hidden = [self.token(ids)]
         for layer in self.layers:
-            h = layer(h, angles, mask)
-        return h
+            hidden.append(layer(hidden[-1], angles, mask))
+        if self.sums_layers:
+            return sum(h * (number + 1) for number, h in enumerate(hidden))
+        return hidden[-1]
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         z = self.head(self.hidden(ids))
@@ -298,3 +302,11 @@ def test_frozen_layers_before_the_trained_ones_stream_too() -> None:
     assert [loop.name for loop in report.loops if "segment" in loop.name] == [
         f"segment{number}" for number in range(5)
     ]
+
+
+def test_values_that_skip_over_layers_go_straight_to_those_that_read_them() -> None:
+    model, inputs = made("", "", "", "")
+    model.sums_layers = True
+    assert_equal_to_eager(model, inputs)
+    chain = chain_of(model, *inputs)
+    assert chain is not None and hasattr(chain, "submod_6")
