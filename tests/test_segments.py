@@ -310,3 +310,13 @@ def test_values_that_skip_over_layers_go_straight_to_those_that_read_them() -> N
     assert_equal_to_eager(model, inputs)
     chain = chain_of(model, *inputs)
     assert chain is not None and hasattr(chain, "submod_6")
+
+
+def test_what_segments_keep_may_wait_on_the_cpu() -> None:
+    model, inputs = made("", "", "")
+    function = streamed(model, segments=True, chunk_size=8)
+    want = step(model, function, inputs)
+    with torch.autograd.graph.save_on_cpu():
+        got = step(model, function, inputs)
+    for name, right in want.items():
+        torch.testing.assert_close(got[name], right, rtol=0, atol=0)
