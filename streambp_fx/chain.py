@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +39,15 @@ CompileSegment = Callable[[GraphModule, Sequence[Any]], Compiled]
 """``compile_segment(graph_module, example_inputs)``: what runs in its place, and what was found."""
 
 
+@dataclass(frozen=True)
+class _Segment:
+    """A segment that is not compiled has no gradient; ``unused`` inputs get none."""
+
+    compiled: Compiled | None
+    results: Sequence[Any]
+    unused: frozenset[int]
+
+
 class _Called(torch.nn.Module):
     """A module that calls a compiled function."""
 
@@ -60,27 +70,34 @@ def compile_chain(
     given = dict(zip(chain.graph.find_nodes(op="placeholder"), example_inputs, strict=True))
     mode = detect_fake_mode(list(example_inputs))
     fakes = {node: _fake(value, mode) for node, value in given.items()}
-    compiled: dict[Any, tuple[Compiled | None, Sequence[Any]]] = {}
+    compiled: dict[Any, _Segment] = {}
     found = []
     for node in chain.graph.nodes:  # those that are inserted behind it come too
         if node.op == "call_module":
-            segment = getattr(chain, str(node.target))
-            _return_tuple(segment, node)
+            module = getattr(chain, str(node.target))
+            _return_tuple(module, node)
             values = [fakes[one] for one in node.args]
-            key = (_text(segment), _kinds(segment, values))
+            made = [one.op != "placeholder" for one in node.args]
+            key = (_text(module), _kinds(module, values), *made)
             if key not in compiled:
-                results = _examples(segment, values, mode)
-                # Positions and the like, which read no weight, are no faster in loops.
+                results = _examples(module, values, mode)
+                unused = frozenset(i for i in _without_gradient(values, results) if made[i])
                 one = None
+                # Positions and the like, which read no weight, are no faster in loops.
                 if any(map(is_trained, (*values, *results))):
                     inputs = [given.get(one, fakes[one]) for one in node.args]
-                    one = compile_segment(segment, inputs)
-                compiled[key] = one, results
-            one, results = compiled[key]
+                    inputs = [
+                        value.detach() if index in unused else value
+                        for index, value in enumerate(inputs)
+                    ]
+                    one = compile_segment(module, inputs)
+                compiled[key] = _Segment(one, results, unused)
+            segment = compiled[key]
+            _detach(node, segment.unused)
             # New ones each time: AOTAutograd takes two inputs that are one object for one.
-            fakes[node] = [_like(result, mode) for result in results]
-            if one is not None:
-                function, history = one
+            fakes[node] = [_like(result, mode) for result in segment.results]
+            if segment.compiled is not None:
+                function, history = segment.compiled
                 found.append(history)
                 chain.add_submodule(str(node.target), _Called(function))
         elif node.op == "call_function":
@@ -121,6 +138,37 @@ def _examples(
     with mode or nullcontext(), no_hooks, torch.enable_grad():
         results: Sequence[Any] = segment(*values)
     return results
+
+
+def _without_gradient(values: Sequence[Any], results: Sequence[Any]) -> frozenset[int]:
+    """The positions of the inputs that no result depends on as far as gradients go."""
+    tensors = [one for one in results if isinstance(one, Tensor) and one.requires_grad]
+    leaves = {id(one) for one in tensors if one.grad_fn is None}
+    stack = [one.grad_fn for one in tensors if one.grad_fn is not None]
+    seen = set(stack)
+    while stack:
+        function: Any = stack.pop()
+        leaves.add(id(getattr(function, "variable", None)))
+        for before, _ in function.next_functions:
+            if before is not None and before not in seen:
+                seen.add(before)
+                stack.append(before)
+    return frozenset(
+        index
+        for index, value in enumerate(values)
+        if isinstance(value, Tensor) and value.requires_grad and id(value) not in leaves
+    )
+
+
+def _detach(call: Node, unused: frozenset[int]) -> None:
+    """Hand a segment detached what another one made and it gives no gradient for.
+
+    Autograd would give that one's parameters zeros, where eager gives them nothing.
+    """
+    for index in unused:
+        with call.graph.inserting_before(call):
+            detached = call.graph.call_method("detach", (call.args[index],))
+        call.update_arg(index, detached)
 
 
 def _like(value: Any, mode: FakeTensorMode | None) -> Any:

@@ -51,6 +51,9 @@ class Layer(nn.Module):
             h = h + y
         act = F.relu if self.how == "another function" else F.gelu
         h = h + self.down(act(self.up(h)))
+        if self.how == "no gradient":
+            with torch.no_grad():
+                h = h * 1.0
         return h.detach() + 0 * h if self.how == "detached" else h
 
 
@@ -164,7 +167,10 @@ def test_no_mask_is_handed_from_one_segment_to_another() -> None:
 
 @pytest.mark.parametrize(
     "how",
-    [("",), ("", ""), ("", "", ""), ("", "another function", ""), ("", "detached", "")],
+    [
+        *(("",), ("", ""), ("", "", ""), ("", "another function", ""), ("", "detached", "")),
+        *(("", "", "no gradient"), ("", "no gradient", "", "")),
+    ],
     ids=str,
 )
 def test_a_step_in_segments_equals_eager(how: tuple[str, ...]) -> None:
