@@ -32,6 +32,8 @@ from .rules.sizes import expr_of, product
 from .writes import Writes
 
 ATTENTION = torch.ops.streambp.attention.default
+SCORES_DIMS = 4
+"""``[batch, heads, tokens, tokens]``; hidden states have three."""
 
 
 @dataclass
@@ -46,6 +48,8 @@ class Flow:
         Those of ``calls`` that depend on a parameter.
     lengths
         Sizes that may be the number of tokens.
+    widths
+        Sizes of weights.
     """
 
     graph: Graph
@@ -53,6 +57,7 @@ class Flow:
     prologue: list[Node]
     trained: set[Node]
     lengths: set[Any]
+    widths: set[Any]
     writes: Writes
     order: dict[Node, int] = field(default_factory=dict)
 
@@ -71,7 +76,10 @@ class Flow:
         value = example_of(node)
         if not isinstance(value, Tensor):
             return False
-        return sum(expr_of(size) in self.lengths for size in value.shape) > 1
+        lengths = self.lengths
+        if node in self.trained and value.ndim < SCORES_DIMS:
+            lengths = lengths - self.widths  # as many tokens as a hidden state is wide
+        return sum(expr_of(size) in lengths for size in value.shape) > 1
 
     def attends(self, node: Node) -> bool:
         """Whether tokens meet other tokens in a call: attention, or its scores."""
@@ -107,7 +115,9 @@ def read_flow(graph: Graph) -> Flow:
     ]
     calls = _without_empty_regions(calls)
     order = {node: position for position, node in enumerate(calls)}
-    return Flow(graph, calls, prologue, trained, _lengths(graph), writes, order)
+    weights = [value for value in map(example_of, inputs) if isinstance(value, torch.nn.Parameter)]
+    widths = {expr_of(size) for weight in weights for size in weight.shape}
+    return Flow(graph, calls, prologue, trained, _lengths(graph), widths, writes, order)
 
 
 def _without_empty_regions(calls: list[Node]) -> list[Node]:

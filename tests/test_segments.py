@@ -326,3 +326,11 @@ def test_what_segments_keep_may_wait_on_the_cpu() -> None:
         got = step(model, function, inputs)
     for name, right in want.items():
         torch.testing.assert_close(got[name], right, rtol=0, atol=0)
+
+
+def test_as_many_tokens_as_a_hidden_state_is_wide() -> None:
+    model, (ids, labels) = made("", "", "")
+    inputs = (ids[:, :WIDTH], labels[:, :WIDTH])
+    chain = chain_of(model, *inputs)
+    assert chain is not None and hasattr(chain, "submod_5")
+    assert_equal_to_eager(model, inputs)
