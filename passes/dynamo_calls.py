@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 _NAMESPACES: tuple[Any, ...] = (
@@ -85,6 +85,17 @@ def arguments_of(node: Node, *names: str) -> tuple[Any, ...] | None:
     if len(node.args) > len(names) or not set(node.kwargs) <= set(names):
         return None
     return tuple(argument_of(node, position, name) for position, name in enumerate(names))
+
+
+def bodies_of(node: Node) -> list[GraphModule]:
+    """The subgraphs that a higher-order op is given."""
+    owner = node.graph.owning_module
+    held = [
+        getattr(owner, str(argument.target), None)
+        for argument in node.all_input_nodes
+        if argument.op == "get_attr"
+    ]
+    return [one for one in held if isinstance(one, GraphModule)]
 
 
 def times_read(node: Node) -> int:

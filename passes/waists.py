@@ -25,11 +25,11 @@ from torch.fx import Graph, GraphModule, Node
 from streambp_fx._torch import HigherOrderOperator, pytree, storage_id
 
 from .autocast_regions import AutocastState, nodes_with_autocast
-from .dynamo_calls import example_of, is_call, is_mode_switch
+from .dynamo_calls import bodies_of, example_of, is_call, is_mode_switch
 from .frontier import ops_of
 from .placement import hint_of
 from .rules.sizes import expr_of, product
-from .writes import Writes
+from .writes import Writes, memory_of
 
 ATTENTION = torch.ops.streambp.attention.default
 SCORES_DIMS = 4
@@ -174,16 +174,9 @@ def _attends_within(node: Node) -> bool:
     """Whether a higher-order op has a body that attends."""
     if not isinstance(node.target, HigherOrderOperator):
         return False
-    owner = node.graph.owning_module
-    bodies = [
-        getattr(owner, str(one.target), None)
-        for one in node.all_input_nodes
-        if one.op == "get_attr"
-    ]
     return any(
         inner.target is ATTENTION
-        for body in bodies
-        if isinstance(body, GraphModule)
+        for body in bodies_of(node)
         for module in body.modules()
         if isinstance(module, GraphModule)
         for inner in module.graph.nodes
@@ -281,9 +274,8 @@ def _within_written(flow: Flow) -> set[int]:
     for position, node in enumerate(flow.calls):
         for value in (node, *node.all_input_nodes):
             if flow.writes.writers(value):
-                for leaf in pytree.tree_leaves(example_of(value)):
-                    if isinstance(leaf, Tensor):
-                        touched.setdefault(storage_id(leaf), []).append(position)
+                for storage in memory_of(value):
+                    touched.setdefault(storage, []).append(position)
     within: set[int] = set()
     for positions in touched.values():
         within.update(range(min(positions), max(positions)))

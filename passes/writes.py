@@ -29,11 +29,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from streambp_fx._torch import HigherOrderOperator, pytree, storage_id
 
-from .dynamo_calls import example_of, is_flex_attention, is_torch_function
+from .dynamo_calls import bodies_of, example_of, is_flex_attention, is_torch_function
 
 _IN_PLACE_OPERATORS = frozenset(
     getattr(operator, f"i{name}")
@@ -61,7 +61,7 @@ class Writes:
         }
         if opaque:
             for node in graph.nodes:
-                touched = _memory(node).union(*map(_memory, node.all_input_nodes)) & opaque
+                touched = memory_of(node).union(*map(memory_of, node.all_input_nodes)) & opaque
                 if touched and node.op not in ("placeholder", "get_attr", "output"):
                     known[node] = known.get(node, frozenset()) | touched
         self._written = dict(sorted(known.items(), key=lambda item: self._order[item[0]]))
@@ -72,7 +72,7 @@ class Writes:
 
     def writers(self, node: Node) -> list[Node]:
         """The calls that may write to the memory of ``node``'s value, in order."""
-        memory = _memory(node)
+        memory = memory_of(node)
         return [one for one, written in self._written.items() if written & memory]
 
     def between(self, node: Node, first: Node, last: Node) -> Node | None:
@@ -92,10 +92,10 @@ def writes_in_place(node: Node) -> bool:
 
 def share_memory(one: Node, other: Node) -> bool:
     """Whether the values of two nodes may lie in the same memory."""
-    return bool(_memory(one) & _memory(other))
+    return bool(memory_of(one) & memory_of(other))
 
 
-def _memory(node: Node) -> frozenset[int]:
+def memory_of(node: Node) -> frozenset[int]:
     """The storages of the tensors in the example value of ``node``."""
     return frozenset(map(storage_id, _tensors(node)))
 
@@ -135,7 +135,7 @@ def _written_memory(node: Node) -> frozenset[int]:
     elif node.op == "call_module":
         written = [*node.all_input_nodes]
     leaves = pytree.tree_leaves(written)
-    return frozenset().union(*(_memory(leaf) for leaf in leaves if isinstance(leaf, Node)))
+    return frozenset().union(*(memory_of(leaf) for leaf in leaves if isinstance(leaf, Node)))
 
 
 def _is_in_place_name(name: str) -> bool:
@@ -205,11 +205,5 @@ def _is_pure_higher_order(node: Node) -> bool:
     """Whether a higher-order op has bodies, and none of them writes to anything."""
     if is_flex_attention(node):
         return True
-    owner = node.graph.owning_module
-    bodies = [
-        getattr(owner, str(argument.target), None)
-        for argument in node.all_input_nodes
-        if argument.op == "get_attr"
-    ]
-    graphs = [body.graph for body in bodies if isinstance(body, GraphModule)]
+    graphs = [body.graph for body in bodies_of(node)]
     return bool(graphs) and not any(Writes(graph) for graph in graphs)
