@@ -2,6 +2,7 @@
 
     equate_token_shapes  ids, labels and masks of one shape get one symbol a dim
     fix_floats           symbolic floats that are settings become constants
+    compute_out_of_place  residual streams that are written in place become new values
     normalize_attention  attention becomes `streambp::attention`
     whole_outputs        what is returned large, and before the loss, is reported
     defer_outputs        what is returned beside a loss becomes deferred tensors
@@ -27,6 +28,7 @@ from .fixed_floats import fix_floats
 from .history import History, timed
 from .kernel_choice import kernel_choices
 from .normalize_attention import normalize_attention
+from .out_of_place import compute_out_of_place
 from .slice_early import slice_early
 from .whole_outputs import whole_outputs
 
@@ -66,6 +68,7 @@ def rewrite_captured(
     history.keep("captured", graph_module)
     timed(history, "equate_token_shapes", lambda: equate_token_shapes(graph_module))
     timed(history, "fix_floats", lambda: fix_floats(graph_module))
+    timed(history, "compute_out_of_place", lambda: compute_out_of_place(graph_module))
     timed(history, "normalize_attention", lambda: _normalize_attention(graph_module, history))
     history.keep("normalize_attention", graph_module)
     # The largest values that there are: told of first.
