@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -29,9 +29,9 @@ from rich.table import Table
 from streambp_fx._torch import TorchDispatchMode
 from streambp_fx.demo import Gradients, allocate_gradients, build_model, gradients_of, training_step
 from streambp_fx.explaining.body_memory import CompiledWorkspace, eager_workspace
-from streambp_fx.explaining.step_memory import Moment, StepMemory, predict
+from streambp_fx.explaining.step_memory import Moment, StepMemory
 from streambp_fx.explaining.terms import Term, body_of
-from streambp_fx.explaining.trace import trace
+from streambp_fx.explaining.trace import Traced
 from streambp_fx.measure import Quartiles, gradient_error, memory_use
 from streambp_fx.options import parse_options
 from streambp_fx.passes.body import Ref
@@ -174,9 +174,9 @@ class Benchmark:
             "compile_bodies": self.compile_bodies,
         }
         inputs = {"input_ids": self.ids, "labels": self.ids}
-        (history,) = trace(self.model, (), inputs, parse_options(options))
+        traced = Traced(self.model, (), inputs, parse_options(options))
         workspace = CompiledWorkspace({}) if self.compile_bodies else eager_workspace
-        memory = predict(history, workspace)
+        memory = traced.memory(workspace)
 
         torch.compiler.reset()
         model = copy.deepcopy(self.model)
@@ -187,7 +187,7 @@ class Benchmark:
         return Row(
             chunks,
             size,
-            buffers_by_name(history, memory),
+            buffers_by_name(traced.captures[0].segments, memory),
             memory.peak.nbytes,
             memory_use(step).peak,
             self._exactness(gradients_of(model)),
@@ -226,10 +226,11 @@ class Benchmark:
         }
 
 
-def buffers_by_name(history: History, memory: StepMemory) -> dict[str, int]:
+def buffers_by_name(segments: Sequence[History], memory: StepMemory) -> dict[str, int]:
     """For each buffer that the memory model names, the most bytes that there are of it."""
     roles = {
         name: role
+        for history in segments
         for key in ("forward", "backward")
         for name, role in _attention_buffers(history.graphs[key])
     }

@@ -55,6 +55,16 @@ def _compile(job: dict[str, Any], result: dict[str, Any]) -> Cells:
         ("compile s", f"{result['compile']:.1f}"),
         ("first step s", f"{result['first']:.1f}"),
         ("warm step s", f"{result['warm']:.2f}"),
+        ("first step of a second process s", f"{result['second']['first']:.1f}"),
+        ("which compiled", str(result["second"]["bodies"]["miss"])),
+    ]
+
+
+def _optimizer(job: dict[str, Any], result: dict[str, Any]) -> Cells:
+    return [
+        ("peak MiB", _mib(result["peak"])),
+        ("largest gradient MiB", _mib(result["largest"])),
+        ("all gradients MiB", _mib(result["gradients"])),
     ]
 
 
@@ -64,6 +74,7 @@ TABLES: dict[str, tuple[str, Callable[[dict[str, Any], dict[str, Any]], Cells]]]
     "time": ("Time of a step, paired; median and quartiles", _time),
     "phases": ("Where the time goes", _phases),
     "compile": ("Compile time with empty caches", _compile),
+    "optimizer": ("An optimizer step in backward, gradients freed", _optimizer),
 }
 
 

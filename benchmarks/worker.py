@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from torch._dynamo.utils import counters
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -134,6 +135,30 @@ def memory(job: Job) -> dict[str, Any]:
     return {"live_before": before, "live_after": after, "peak": use.peak, "left": use.left}
 
 
+def optimizer_in_backward(job: Job) -> dict[str, Any]:
+    """Peak of a step in which SGD uses and frees each gradient as it is accumulated."""
+    ready = prepared(job)
+    sizes = [each.numel() * each.element_size() for each in ready.parameters.values()]
+
+    def use(parameter: torch.Tensor) -> None:
+        with torch.no_grad():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad, alpha=1e-6)
+        parameter.grad = None
+
+    for parameter in ready.parameters.values():
+        parameter.grad = None
+        parameter.register_post_accumulate_grad_hook(use)
+
+    def step() -> None:
+        ready.call(input_ids=ready.ids, labels=ready.ids).loss.backward()
+
+    step()
+    step()
+    peak = memory_use(step, job.device).peak
+    return {"peak": peak, "gradients": sum(sizes), "largest": max(sizes)}
+
+
 def resident(job: Job) -> dict[str, Any]:
     """Peak resident size of this process (its GPU's memory not counted), two steps long."""
     step = prepared(job).step
@@ -244,13 +269,14 @@ def _loss_and_gradients(ready: Prepared) -> tuple[float, Gradients]:
 
 
 def compile_time(job: Job) -> dict[str, Any]:
-    """Seconds of the first step less a warm one: tracing and compiling, with nothing cached."""
+    """Seconds of the first step less a warm one; what Inductor compiled, and found on disk."""
     step = prepared(job).step
     start = time.perf_counter()
     step()
     first = time.perf_counter() - start
     warm = min(step_time(step, job.device) for _ in range(2))
-    return {"first": first, "warm": warm, "compile": first - warm}
+    bodies = {found: counters["inductor"][f"fxgraph_cache_{found}"] for found in ("miss", "hit")}
+    return {"first": first, "warm": warm, "compile": first - warm, "bodies": bodies}
 
 
 PARTS: dict[str, Callable[[Job], dict[str, Any]]] = {
@@ -260,6 +286,7 @@ PARTS: dict[str, Callable[[Job], dict[str, Any]]] = {
     "phases": phases,
     "exactness": exactness,
     "compile": compile_time,
+    "optimizer": optimizer_in_backward,
 }
 
 

@@ -240,6 +240,13 @@ def test_gradients_are_held_against_fp64(small: None, mode: str) -> None:
     assert result["loss"] == pytest.approx(result["fp64_loss"], rel=1e-5)
 
 
+@pytest.mark.parametrize("mode", ["gc", "streambp:compile_bodies=False,chunk_size=16"])
+def test_gradients_that_an_optimizer_has_used_are_freed(small: None, mode: str) -> None:
+    result = worker.PARTS["optimizer"](job("optimizer", mode, layers=4))
+    assert result["largest"] < result["gradients"] / 4
+    assert result["peak"] > 0
+
+
 def test_a_loss_that_is_off_shows_in_its_gradients(
     small: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
