@@ -22,7 +22,6 @@ from torch.fx import Node
 
 from .axes import Axes
 from .dataflow import JointGraph, ancestors, bytes_of, storage_of
-from .delay_wide import delay_wide_values
 
 
 @dataclass
@@ -54,11 +53,7 @@ class Segments:
 def choose_cuts(joint: JointGraph, axes: Axes, *, is_segment: bool = False) -> Segments:
     """Cut the forward of ``joint`` at its waists; nowhere if it is a segment already."""
     required = ancestors([*joint.forward_outputs, *joint.kept])
-    flow = delay_wide_values(
-        [node for node in joint.graph.nodes if node in required and _in_flow(node, axes)],
-        axes,
-        joint.dependent,
-    )
+    flow = [node for node in joint.graph.nodes if node in required and _in_flow(node, axes)]
     index = {node: position for position, node in enumerate(flow)}
     alive = _alive_values(flow, index, axes)
     attention = [position for position, node in enumerate(flow) if axes.attends(node)]

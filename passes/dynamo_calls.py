@@ -24,6 +24,7 @@ _NAMESPACES: tuple[Any, ...] = (
 )
 _MODULES = ("torch", "_operator", "operator")
 _MODE_SWITCHES = ("_set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode")
+_DERIVATIVES = ("_grad_increment_nesting", "_jvp_increment_nesting")
 _VIEWS_AND_CASTS = (
     *("expand", "broadcast_to", "reshape", "view", "flatten", "unsqueeze", "getitem", "repeat"),
     *("repeat_interleave", "transpose", "swapaxes", "permute", "contiguous", "clone"),
@@ -58,6 +59,11 @@ def is_torch_function(target: Any) -> bool:
 def is_mode_switch(node: Node) -> bool:
     """Whether the node changes whether what follows has a gradient."""
     return getattr(node.target, "__name__", "") in _MODE_SWITCHES
+
+
+def is_derivative(node: Node) -> bool:
+    """Whether the node starts a derivative that the program takes itself, by `torch.func`."""
+    return getattr(node.target, "__name__", "") in _DERIVATIVES
 
 
 def is_flex_attention(node: Node) -> bool:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
@@ -15,6 +14,7 @@ from .barrier import Barrier
 from .body_builder import RewriteError
 from .causal_masks import MaskReport
 from .loops import LoopSpec
+from .rules.spec import Size
 
 T = TypeVar("T")
 
@@ -32,6 +32,10 @@ class Settings:
     widest
         The graph is a segment of a program, without a waist: bytes of the widest value of that
         program, which makes a head. ``None`` of a graph that is a program.
+    segment
+        The number of the graph's first segment.
+    attended
+        The lengths, and the rows, of attention in the whole program.
     """
 
     chunk_size: int | None = None
@@ -39,6 +43,8 @@ class Settings:
     accumulation: torch.dtype | None = torch.float32
     for_accelerator: bool = False
     widest: int | None = None
+    segment: int = 0
+    attended: tuple[tuple[Size, Size], ...] = ()
 
 
 @dataclass
@@ -86,42 +92,12 @@ class History:
         self.loops.clear()
         self.head_fused = False
 
-    def take_over(self, segments: Sequence[History]) -> None:
-        """Add what was found in the segments of a chain, in order; equal ones share a history."""
-        distinct = list({id(one): one for one in segments}.values())
-        for one in distinct:
-            self.barriers += one.barriers
-            self.notes += one.notes
-            self.masks += one.masks
-            self.parameters |= one.parameters
-            self.head_fused |= one.head_fused
-            self.tokens = max(self.tokens, one.tokens)
-            for name, seconds in one.seconds.items():
-                self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-            if one.unstreamed is not None:
-                self.barriers.append(Barrier("a segment", "", one.unstreamed))
-        numbered = list(enumerate(segments))
-        for half, order in (("forward", numbered), ("backward", numbered[::-1])):
-            for number, one in order:
-                if half in one.graphs:  # there is no backward of what has no gradient
-                    self.loops += [
-                        _numbered(node.meta["loop"], number)
-                        for node in one.graphs[half].graph.nodes
-                        if "loop" in node.meta
-                    ]
-
     def keep(self, name: str, graph_module: GraphModule) -> None:
         """Keep a copy of a graph that later passes change, where copies are wanted."""
         if self.keep_copies:
             copied = Graph()
             copied.output(copied.graph_copy(graph_module.graph, {}))
             self.graphs[name] = GraphModule(graph_module, copied)
-
-
-def _numbered(spec: LoopSpec, number: int) -> LoopSpec:
-    """``spec`` of a segment, which calls itself the first of its graph, as the one it is."""
-    name = re.sub(r"(segment|stage)0", rf"\g<1>{number}", spec.name, count=1)
-    return replace(spec, name=name)
 
 
 def timed(history: History, name: str, run: Callable[[], T]) -> T:

@@ -36,11 +36,17 @@ class SequenceAxis:
     inputs: dict[Node, Streamed]
 
 
-def find_sequence_axes(joint: JointGraph, roles: dict[Node, InputRole]) -> list[SequenceAxis]:
+def find_sequence_axes(
+    joint: JointGraph,
+    roles: dict[Node, InputRole],
+    attended: Sequence[tuple[Size, Size]] = (),
+) -> list[SequenceAxis]:
     """What the sequence axis may be, the likeliest first; empty where there is none to stream.
 
     That of the data inputs; then the lengths of attention, longest first, which a program may have
     put together from several inputs (``cat([prompt, completion], 1)``).
+
+    ``attended`` are the lengths, and the rows, of attention elsewhere in the program.
     """
     data = _data_inputs(joint, roles)
     found: list[tuple[Size, int]] = []
@@ -52,9 +58,10 @@ def find_sequence_axes(joint: JointGraph, roles: dict[Node, InputRole]) -> list[
     queries = [
         value_of(node.all_input_nodes[0]).shape for node in joint.order if node.target is ATTENTION
     ]
-    for shape in sorted(queries, key=lambda shape: -hint_of(shape[2])):
-        if not any(same_size(shape[2], length) for length, _ in found):
-            found.append((shape[2], hint_of(shape[0])))
+    every = [*((shape[2], shape[0]) for shape in queries), *attended]
+    for length, batch in sorted(every, key=lambda one: -hint_of(one[0])):
+        if not any(same_size(length, other) for other, _ in found):
+            found.append((length, hint_of(batch)))
     return [_axis(data, length, batch) for length, batch in found if hint_of(length) >= 2]
 
 

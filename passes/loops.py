@@ -14,7 +14,7 @@ accumulator operand that every iteration adds to in place, cast to its dtype at 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,19 +52,52 @@ class Result:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Which loop of a step a loop is.
+
+    segment
+        The segment whose forward, or whose backward, it belongs to, counted from the step's input.
+    phase
+        Its number among the loops of that forward or backward; ``None`` of the only one.
+    length
+        0, or which of the further lengths of sequences it runs along.
+    """
+
+    segment: int
+    backward: bool = False
+    phase: int | None = None
+    length: int = 0
+
+    def __str__(self) -> str:
+        """``segment3``, ``stage3_1`` of its backward, ``length1_segment3``."""
+        length = f"length{self.length}_" if self.length else ""
+        phase = "" if self.phase is None else f"_{self.phase}"
+        return f"{length}{'stage' if self.backward else 'segment'}{self.segment}{phase}"
+
+
+@dataclass(frozen=True)
 class LoopSpec:
-    """One loop: what it is called, how its operands go in and its results come out.
+    """One loop: which it is, how its operands go in and its results come out.
 
     ``head`` marks a loop that holds the widest value of the graph, as that of the logits does.
     """
 
-    name: str
+    place: Place
     extents: tuple[Extent, ...]
     operands: tuple[Operand, ...]
     results: tuple[Result, ...]
     chunk_size: int
     descending: bool
     head: bool = False
+
+    @property
+    def name(self) -> str:
+        """What the loop is called in graphs and reports."""
+        return str(self.place)
+
+    def of_later_segment(self, by: int) -> LoopSpec:
+        """The same loop of an equal segment whose number is greater ``by`` so much."""
+        return replace(self, place=replace(self.place, segment=self.place.segment + by))
 
 
 def chunk_count(length: int, chunk_size: int) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +115,11 @@ compile_count = CompileCount()
 
 _compiled: dict[Any, CompiledBody] = {}
 
+interpreter: ContextVar[Callable[[GraphModule], torch.fx.Interpreter]] = ContextVar(
+    "interpreter", default=torch.fx.Interpreter
+)
+"""What runs graphs. Memory is predicted by one that computes nothing."""
+
 
 def lower(
     graph_module: GraphModule, compile_bodies: bool, settings: dict[str, Any]
@@ -121,7 +127,7 @@ def lower(
     """A boxed callable that runs a forward or backward graph with loops.
 
     Glue runs op by op; it is a handful of small ops between loops. Values are dropped after their
-    last use.
+    last use. `interpreter` says how.
     """
     if compile_bodies:
         for node in graph_module.graph.find_nodes(op="get_attr"):
@@ -130,7 +136,7 @@ def lower(
                 setattr(graph_module, str(node.target), _shared(body, settings))
 
     def run(args: list[Any]) -> Any:
-        return torch.fx.Interpreter(graph_module).boxed_run(args)
+        return interpreter.get()(graph_module).boxed_run(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run

@@ -66,7 +66,7 @@ def stream_along_one_axis(
     history.parameters = {node.name for node in parameters}
     candidates = [
         axis
-        for axis in find_sequence_axes(joint, roles)
+        for axis in find_sequence_axes(joint, roles, settings.attended)
         if not any(same_size(axis.length, length) for length in lengths)
     ]
     axis = _choose_axis(joint, candidates, parameters)
@@ -99,11 +99,19 @@ def stream_along_one_axis(
         for_accelerator=settings.for_accelerator,
         widest=settings.widest,
     )
-    prefix = f"length{len(lengths)}_" if lengths else ""
     rewritten = timed(
         history,
         "rewrite",
-        lambda: rewrite(joint, axes, segments, stages, sizes, settings.accumulation, prefix),
+        lambda: rewrite(
+            joint,
+            axes,
+            segments,
+            stages,
+            sizes,
+            settings.accumulation,
+            settings.segment,
+            len(lengths),
+        ),
     )
     timed(history, "check_rewritten", lambda: check_rewritten(rewritten, joint))
     # Attention over another length was a barrier until now, or is none that this one streams.
@@ -136,13 +144,14 @@ def _leave(
 def _choose_axis(
     joint: JointGraph, candidates: list[SequenceAxis], parameters: set[Node]
 ) -> SequenceAxis | None:
-    """The likeliest of the candidates along which most attention calls stream."""
+    """The candidate along which most attention calls stream, and else most bytes."""
     if len(candidates) < 2:
         return candidates[0] if candidates else None
 
-    def streamed(axis: SequenceAxis) -> int:
+    def streamed(axis: SequenceAxis) -> tuple[int, int]:
         axes = find_axes(joint.graph, axis.length, axis.inputs, parameters, joint.scaled)
-        return sum(axes.in_loop(node) for node in joint.order if node.target is ATTENTION)
+        looped = [node for node in joint.order if axes.in_loop(node)]
+        return sum(node.target is ATTENTION for node in looped), sum(map(bytes_of, looped))
 
     return max(candidates, key=streamed)
 

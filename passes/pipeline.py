@@ -32,6 +32,7 @@ from .one_hot import compare_one_hots
 from .pin_layouts import pin_layouts
 from .random_ops import replay_random_ops
 from .rewrite import Rewritten
+from .rules.sizes import same_size
 from .rules.spec import Size
 
 __all__ = ["History", "Settings", "stream"]
@@ -75,12 +76,22 @@ def stream(
         if further is None:
             break
         rewritten, module = further, further.graph_module
-        if all(barrier.reason != ANOTHER_LENGTH for barrier in history.barriers):
+        if not _has_another_length(history, settings, lengths):
             break
     _check_guards(normal, guards)
     if rewritten is not None:
         history.graphs["rewritten"] = rewritten.graph_module
     return rewritten
+
+
+def _has_another_length(history: History, settings: Settings, lengths: Sequence[Size]) -> bool:
+    """Whether the program has sequences of a length that was not streamed yet."""
+    if any(barrier.reason == ANOTHER_LENGTH for barrier in history.barriers):
+        return True
+    return any(
+        not any(same_size(attended, length) for length in lengths)
+        for attended, _ in settings.attended
+    )
 
 
 def _guards(graph_module: GraphModule) -> int:

@@ -33,7 +33,7 @@ from .body_builder import BodyBuilder, RewriteError
 from .chunk_size import ChunkSizes
 from .cuts import Segments
 from .dataflow import JointGraph
-from .loops import LoopSpec, streambp_loop
+from .loops import LoopSpec, Place, streambp_loop
 from .phases import Need, assign_phases, descends, finished_after_loop, is_tensor, needs
 from .placement import hint_of, value_of
 from .size_nodes import SizeNodes
@@ -69,14 +69,17 @@ def rewrite(
     stage: dict[Node, int],
     sizes: ChunkSizes,
     accumulation: torch.dtype | None,
-    prefix: str = "",
+    first: int = 0,
+    length: int = 0,
 ) -> Rewritten:
-    """Rebuild ``joint`` with loops, whose names start with ``prefix``.
+    """Rebuild ``joint`` with loops.
+
+    ``first`` is the number of the first segment, ``length`` which of several lengths is streamed.
 
     Raises:
         RewriteError: a loop can not be built as the analysis says; nothing was changed.
     """
-    rewriter = _Rewriter(joint, axes, segments, stage, sizes, accumulation, prefix)
+    rewriter = _Rewriter(joint, axes, segments, stage, sizes, accumulation, first, length)
     return rewriter.run()
 
 
@@ -89,9 +92,10 @@ class _Rewriter:
         stage: dict[Node, int],
         sizes: ChunkSizes,
         accumulation: torch.dtype | None,
-        prefix: str,
+        first: int,
+        length: int,
     ) -> None:
-        self.prefix = prefix
+        self.first, self.length = first, length
         self.joint, self.axes, self.segments, self.stage = joint, axes, segments, stage
         self.sizes, self.accumulation = sizes, accumulation
         self.new = Graph()
@@ -171,7 +175,7 @@ class _Rewriter:
         cut = self.segments.cuts[index] if index < len(self.segments.cuts) else set()
         leaving = (*self.joint.forward_outputs, *self.joint.kept)
         outputs = set(cut) | {node for node in leaving if isinstance(node, Node)}
-        self._context(f"{self.prefix}segment{index}", nodes, outputs)
+        self._context(index, nodes, outputs)
 
     def _backward_stage(self, index: int) -> None:
         own = [node for node, stage in self.stage.items() if stage == index]
@@ -184,7 +188,7 @@ class _Rewriter:
             for node in own
             if any(user in self.stage and user not in chosen for user in node.users)
         }
-        self._context(f"{self.prefix}stage{index}", nodes, outputs)
+        self._context(index, nodes, outputs)
         for node in own:
             # Finish gradients at once, so that accumulators of one stage alone are alive. Values
             # that no loop feeds are left to the loops that read them, by chunk.
@@ -208,7 +212,7 @@ class _Rewriter:
                 stack.extend(node.all_input_nodes)
         return found
 
-    def _context(self, name: str, nodes: list[Node], outputs: set[Node]) -> None:
+    def _context(self, segment: int, nodes: list[Node], outputs: set[Node]) -> None:
         """Emit the loops of one segment or stage, phase by phase."""
         phase = assign_phases(nodes, self.axes, self.backward, self.joint.dependent)
         last = max((phase[node] for node in nodes if self.axes.in_loop(node)), default=-1)
@@ -222,7 +226,9 @@ class _Rewriter:
                 and self._must_leave(node, phase, outputs)
             ]
             if produced:
-                self._loop(f"{name}_{current}" if last else name, nodes, produced)
+                number = current if last else None
+                place = Place(self.first + segment, self.backward, number, self.length)
+                self._loop(place, nodes, produced)
 
     def _must_leave(self, node: Node, phase: dict[Node, int], outputs: set[Node]) -> bool:
         """Whether a loop must hand out ``node``: something outside of the loop reads it."""
@@ -241,7 +247,7 @@ class _Rewriter:
                 return True
         return False
 
-    def _loop(self, name: str, nodes: list[Node], produced: list[Node]) -> None:
+    def _loop(self, place: Place, nodes: list[Node], produced: list[Node]) -> None:
         """Emit one loop that produces ``produced``."""
         inside = self._inside(nodes, produced)
         builder = BodyBuilder(self.axes, self, self.backward, self.accumulation)
@@ -251,7 +257,7 @@ class _Rewriter:
             raise RewriteError(str(error)) from error
         chunk_size = self.sizes.choose(inside)
         spec = LoopSpec(
-            name,
+            place,
             plan.extents(),
             tuple(plan.operands),
             tuple(plan.results),

@@ -16,44 +16,74 @@ them: there it is proven what they mask, so that none of them is ever built.
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.split_module import split_module
 
-from .autocast_regions import AutocastState, nodes_with_autocast
 from .dataflow import ancestors
-from .waists import Flow, bytes_alive, find_waists, read_flow
+from .dynamo_calls import example_of
+from .mode_regions import copied_in_modes
+from .rules.spec import Size
+from .value_bytes import bytes_alive
+from .waists import ATTENTION, Flow, find_waists, read_flow
 
 PROLOGUE = 0
 
 
 @dataclass(frozen=True)
 class Chain:
-    """A module that calls segments, and the bytes of the widest value within one of them."""
+    """A module that calls segments.
+
+    widest
+        Bytes of the widest value within one of them.
+    attended
+        The length and the rows of each call of attention.
+    """
 
     graph_module: GraphModule
     widest: int
+    attended: tuple[tuple[Size, Size], ...]
 
 
-def split_segments(graph_module: GraphModule) -> Chain | None:
-    """The segments of ``graph_module``; ``None`` if it has no waist.
+def split_segments(graph_module: GraphModule, notes: list[str]) -> Chain | None:
+    """The segments of ``graph_module``; ``None`` if it has no waist. ``notes`` are told why not.
 
     ``graph_module`` is left as it is. Submodules are called ``submod_0`` (what is computed once,
-    before all segments, if anything is), ``submod_1`` and so on.
+    before all segments, if anything is), ``submod_1`` and so on; each returns a tuple.
     """
     flow = read_flow(graph_module.graph)
-    waists = find_waists(flow)
+    waists = find_waists(flow, notes)
     if not waists:
         return None
     segment = _number(flow, waists)
     graph, part = _arranged(flow, segment)
     arranged = GraphModule(graph_module, graph)
     chain = split_module(arranged, arranged, lambda node: part[node], keep_original_order=True)
-    return Chain(chain, max(bytes_alive([node]) for node in flow.calls if not flow.is_square(node)))
+    for call in chain.graph.find_nodes(op="call_module"):
+        _return_tuple(getattr(chain, str(call.target)), call)
+    chain.recompile()
+    widest = max(bytes_alive([node]) for node in flow.calls if not flow.is_square(node))
+    queries = [
+        example_of(node.all_input_nodes[0]).shape
+        for node in flow.graph.find_nodes(op="call_function", target=ATTENTION)
+    ]
+    return Chain(chain, widest, tuple((shape[2], shape[0]) for shape in queries))
+
+
+def _return_tuple(segment: GraphModule, call: Node) -> None:
+    """Let ``segment`` return a tuple, if it returned its only value."""
+    output = segment.graph.output_node()
+    results = output.args[0]
+    if not isinstance(results, (tuple, list)):
+        output.args = ((results,),)
+        segment.recompile()
+        with call.graph.inserting_after(call):
+            first = call.graph.call_function(operator.getitem, (call, 0))
+        call.replace_all_uses_with(first, delete_user_cb=lambda user: user is not first)
 
 
 def _number(flow: Flow, waists: list[int]) -> dict[Node, int]:
@@ -73,24 +103,20 @@ def _arranged(flow: Flow, segment: dict[Node, int]) -> tuple[Graph, dict[Node, i
     part: dict[Node, int] = {}
     inputs = (node for node in flow.graph.nodes if node.op in ("placeholder", "get_attr"))
     made = {node: graph.node_copy(node) for node in inputs}
-    autocast = dict(nodes_with_autocast(flow.graph, AutocastState()))
     reads = _reads(flow, segment)
     shared = _shared(flow, reads)
 
-    def emit(nodes: Set[Node], number: int, into: dict[Node, Node]) -> None:
-        in_order = [node for node in flow.prologue if node in nodes]
-        for copy in _with_regions(graph, in_order, autocast, into):
+    def emit(nodes: Sequence[Node], number: int, into: dict[Node, Node]) -> None:
+        for copy in copied_in_modes(graph, nodes, flow.modes, into):
             part[copy] = number
 
-    emit(shared, PROLOGUE, made)
+    emit([node for node in flow.prologue if node in shared], PROLOGUE, made)
     for number, read in reads.items():
         here = dict(made)
-        emit(_own(flow, read, shared), number, here)
-        for node in flow.calls:
-            if segment[node] == number:
-                here[node] = made[node] = graph.node_copy(node, here.__getitem__)
-                part[made[node]] = number
-        made.update({node: here[node] for node in read if node not in made})
+        own = _own(flow, read, shared)
+        calls = [node for node in flow.calls if segment[node] == number]
+        emit([*(node for node in flow.prologue if node in own), *calls], number, here)
+        made.update({node: here[node] for node in (*calls, *read) if node not in made})
     graph.node_copy(flow.graph.output_node(), made.__getitem__)
     return graph, part
 
@@ -107,14 +133,14 @@ def _reads(flow: Flow, segment: dict[Node, int]) -> dict[int, set[Node]]:
 
 def _shared(flow: Flow, reads: dict[int, set[Node]]) -> set[Node]:
     """The prologue values that are computed once, since several segments need them."""
-    prologue = set(flow.prologue)
+    prologue, made_where_read = set(flow.prologue), flow.is_made_where_it_is_read
     count: Counter[Node] = Counter()
     for read in reads.values():
-        stack = [node for node in read if not flow.is_square(node)]
+        stack = [node for node in read if not made_where_read(node)]
         needed = set(stack)
         while stack:
             for one in stack.pop().all_input_nodes:
-                if one in prologue and one not in needed and not flow.is_square(one):
+                if one in prologue and one not in needed and not made_where_read(one):
                     needed.add(one)
                     stack.append(one)
         count.update(needed)
@@ -124,37 +150,13 @@ def _shared(flow: Flow, reads: dict[int, set[Node]]) -> set[Node]:
 def _own(flow: Flow, read: Set[Node], shared: Set[Node]) -> set[Node]:
     """The prologue values that a segment that reads ``read`` computes for itself."""
     own: set[Node] = set()
-    stack = [node for node in read if node not in shared or flow.is_square(node)]
+    stack = [node for node in read if node not in shared or flow.is_made_where_it_is_read(node)]
     while stack:
         node = stack.pop()
-        if flow.is_square(node):
-            # All of it, from the inputs on: what it masks is proven here.
+        if flow.is_made_where_it_is_read(node):
+            # All of it, from the inputs on.
             own |= ancestors([node])
         elif node not in own:
             own.add(node)
             stack += [one for one in node.all_input_nodes if one not in shared]
     return own.intersection(flow.prologue)
-
-
-def _with_regions(
-    graph: Graph,
-    nodes: Sequence[Node],
-    autocast: Mapping[Node, AutocastState],
-    made: dict[Node, Node],
-) -> Iterator[Node]:
-    """Copies of ``nodes`` in ``graph``, in the autocast regions that they are in."""
-    entered: list[Node] = []
-    state = AutocastState()
-    for node in [*nodes, None]:
-        here = AutocastState() if node is None else autocast[node]
-        if here != state:
-            while entered:
-                yield graph.call_function(torch.amp._exit_autocast, (entered.pop(),))
-            for device, dtype in here.entered.items():
-                arguments = (device, dtype, dtype is not None, None)
-                entered.append(graph.call_function(torch.amp._enter_autocast, arguments))
-                yield entered[-1]
-            state = here
-        if node is not None:
-            made[node] = graph.node_copy(node, made.__getitem__)
-            yield made[node]

@@ -13,8 +13,9 @@ it to the segments that read it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -22,13 +23,15 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from streambp_fx._torch import HigherOrderOperator, pytree, storage_id
+from streambp_fx._torch import HigherOrderOperator
 
-from .autocast_regions import AutocastState, nodes_with_autocast
-from .dynamo_calls import bodies_of, example_of, is_call, is_mode_switch
+from .delay_wide import delay_wide_values
+from .dynamo_calls import bodies_of, example_of, is_call, is_derivative, is_mode_switch
 from .frontier import ops_of
+from .mode_regions import Modes, is_switch, nodes_with_modes
 from .placement import hint_of
 from .rules.sizes import expr_of, product
+from .value_bytes import bytes_alive
 from .writes import Writes, memory_of
 
 ATTENTION = torch.ops.streambp.attention.default
@@ -43,23 +46,33 @@ class Flow:
     calls
         Those that depend on a parameter, or whose place matters, in order.
     prologue
-        The others: functions of ids, masks and labels alone.
+        The others: functions of ids, masks and labels alone, or of weights alone.
     trained
-        Those of ``calls`` that depend on a parameter.
+        What depends on a parameter.
+    of_weights
+        What depends on parameters alone, such as their casts, and the parameters themselves.
+    placed
+        Those that can not be run at another moment than the program runs them.
     lengths
         Sizes that may be the number of tokens.
     widths
         Sizes of weights.
+    modes
+        Those that each node runs in; what switches them is no call.
     """
 
     graph: Graph
     calls: list[Node]
     prologue: list[Node]
     trained: set[Node]
+    of_weights: set[Node]
+    placed: set[Node]
     lengths: set[Any]
     widths: set[Any]
     writes: Writes
+    modes: dict[Node, Modes]
     order: dict[Node, int] = field(default_factory=dict)
+    squares: dict[Node, bool] = field(default_factory=dict)
 
     def has_tokens(self, node: Node) -> bool:
         """Whether a value, if it is a tensor of several dims, has a row for each token."""
@@ -72,7 +85,26 @@ class Flow:
         )
 
     def is_square(self, node: Node) -> bool:
-        """Whether two dims of the value of ``node`` run over tokens."""
+        """Whether two dims of the value of ``node`` run over tokens, or almost."""
+        if node not in self.squares:
+            self.squares[node] = self._has_two_lengths(node) or self._is_nearly_square(node)
+        return self.squares[node]
+
+    def _is_nearly_square(self, node: Node) -> bool:
+        """Whether a value is scores and some columns, as of attention sinks."""
+        value = example_of(node)
+        if node not in self.trained or not isinstance(value, Tensor) or value.ndim < SCORES_DIMS:
+            return False
+        for one in node.all_input_nodes:
+            other = example_of(one)
+            if one in self.trained and isinstance(other, Tensor) and self.is_square(one):
+                if value.shape[:-1] == other.shape[:-1]:
+                    few, more = hint_of(other.shape[-1]), hint_of(value.shape[-1])
+                    if few <= more < 2 * few:
+                        return True
+        return False
+
+    def _has_two_lengths(self, node: Node) -> bool:
         value = example_of(node)
         if not isinstance(value, Tensor):
             return False
@@ -80,6 +112,13 @@ class Flow:
         if node in self.trained and value.ndim < SCORES_DIMS:
             lengths = lengths - self.widths  # as many tokens as a hidden state is wide
         return sum(expr_of(size) in lengths for size in value.shape) > 1
+
+    def is_made_where_it_is_read(self, node: Node) -> bool:
+        """Whether each segment that reads a value of the prologue computes it for itself.
+
+        Of masks, it is proven there what they mask; weights and their casts are not kept.
+        """
+        return self.is_square(node) or node in self.of_weights
 
     def attends(self, node: Node) -> bool:
         """Whether tokens meet other tokens in a call: attention, or its scores."""
@@ -97,38 +136,41 @@ def read_flow(graph: Graph) -> Flow:
     writes = Writes(graph)
     inputs = graph.find_nodes(op="placeholder")
     trained = {node for node in inputs if is_trained(example_of(node))}
+    of_weights = {node for node in inputs if isinstance(example_of(node), torch.nn.Parameter)}
     placed: set[Node] = set()
     prologue: list[Node] = []
     for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output"):
+        if node.op in ("placeholder", "get_attr", "output") or is_switch(node):
             continue
-        if any(one in trained for one in node.all_input_nodes):
+        given = node.all_input_nodes
+        if any(one in trained for one in given):
             trained.add(node)
-        elif _has_a_place(node, writes) or any(one in placed for one in node.all_input_nodes):
+        if _has_a_place(node, writes) or (
+            node not in trained and any(one in placed for one in given)
+        ):
             placed.add(node)
-        else:
+        elif node not in trained:
+            prologue.append(node)
+        elif all(one in of_weights for one in given):
+            of_weights.add(node)
             prologue.append(node)
     calls = [
         node
         for node in graph.nodes
-        if (node.op.startswith("call") and node in trained) or node in placed
+        if node in placed
+        or (node.op.startswith("call") and node in trained and node not in of_weights)
     ]
-    calls = _without_empty_regions(calls)
-    order = {node: position for position, node in enumerate(calls)}
     weights = [value for value in map(example_of, inputs) if isinstance(value, torch.nn.Parameter)]
     widths = {expr_of(size) for weight in weights for size in weight.shape}
-    return Flow(graph, calls, prologue, trained, _lengths(graph), widths, writes, order)
-
-
-def _without_empty_regions(calls: list[Node]) -> list[Node]:
-    """``calls`` without entering and leaving autocast where only the prologue is within."""
-    kept: list[Node] = []
-    for node in calls:
-        if kept and is_call(node, "_exit_autocast") and node.args == (kept[-1],):
-            kept.pop()
-        else:
-            kept.append(node)
-    return kept
+    modes = dict(nodes_with_modes(graph))
+    for node in prologue:
+        if node not in trained:  # which has no gradient anyway
+            modes[node] = replace(modes[node], gradients=True)
+    lengths = _lengths(graph)
+    flow = Flow(graph, calls, prologue, trained, of_weights, placed, lengths, widths, writes, modes)
+    flow.calls = delay_wide_values(flow)
+    flow.order.update((node, position) for position, node in enumerate(flow.calls))
+    return flow
 
 
 def is_trained(value: Any) -> bool:
@@ -141,8 +183,6 @@ def is_trained(value: Any) -> bool:
 def _has_a_place(node: Node, writes: Writes) -> bool:
     """Whether a call can not be run at another moment than the program runs it."""
     if not node.users or node.op == "call_module" or is_mode_switch(node):
-        return True
-    if is_call(node, "_enter_autocast", "_exit_autocast"):
         return True
     if isinstance(node.target, HigherOrderOperator):
         return True
@@ -183,17 +223,25 @@ def _attends_within(node: Node) -> bool:
     )
 
 
-def find_waists(flow: Flow) -> list[int]:
-    """The positions in ``flow.calls`` after which to cut, in order."""
-    if any(is_call(node, "as_strided") for node in flow.graph.nodes):
-        return []  # it reads memory, of which a segment's inputs need not be the whole
+def find_waists(flow: Flow, notes: list[str]) -> list[int]:
+    """The positions in ``flow.calls`` after which to cut, in order.
+
+    ``notes`` are told where there is none between two calls of attention, and why.
+    """
+    why = _no_cut_at_all(flow)
+    if why is not None:
+        notes.append(f"not cut into segments: {why}")
+        return []
     crossings = list(_crossings(flow))
     # Of values that share memory, one is enough.
     weight = [(bytes_alive(nodes), len(nodes)) for nodes in crossings]
     may = [position for position, nodes in enumerate(crossings) if _may_cross(nodes, flow)]
-    allowed = set(may) - _inside_regions(flow) - _within_written(flow)
+    inference = {at for at, node in enumerate(flow.calls) if flow.modes[node].inference}
+    written = _within_written(flow)
+    allowed = set(may) - inference - written
     attention = [position for position, node in enumerate(flow.calls) if flow.attends(node)]
     chosen: list[int] = []
+    uncut: Counter[str] = Counter()
     for start, end in pairwise([0, *attention, len(flow.calls)]):
         last = end == len(flow.calls)
         position = _like_the_layer_before(flow, attention, chosen, allowed) if last else None
@@ -208,7 +256,37 @@ def find_waists(flow: Flow) -> list[int]:
                     position = None
         if position is not None and position not in chosen:
             chosen.append(position)
+        elif position is None and not last:
+            uncut[_why_not(range(start, end), inference, written)] += 1
+    notes += [f"no cut between {count} pairs of layers: {why}" for why, count in uncut.items()]
     return chosen
+
+
+def _no_cut_at_all(flow: Flow) -> str | None:
+    if any(is_call(node, "as_strided") for node in flow.graph.nodes):
+        # Of which a segment's inputs need not be the whole.
+        return "the program reads memory by strides"
+    if any(is_derivative(node) for node in _all_nodes(flow.graph)):
+        # Segments are run on examples, and it allows no saved tensor hooks meanwhile.
+        return "the program takes derivatives itself (torch.func)"
+    return None
+
+
+def _why_not(between: range, inference: set[int], written: set[int]) -> str:
+    if inference.issuperset(between):
+        return "they run in inference mode"
+    if written.intersection(between):
+        return "memory that is written in place is read on both sides"
+    return "what would be handed on is no hidden state of every token"
+
+
+def _all_nodes(graph: Graph) -> Iterator[Node]:
+    """The nodes of a graph, and of the bodies of its higher-order ops."""
+    owner = graph.owning_module
+    modules = owner.modules() if owner is not None else ()
+    graphs = [module.graph for module in modules if isinstance(module, GraphModule)]
+    for one in graphs or [graph]:
+        yield from one.nodes
 
 
 def _crossings(flow: Flow) -> Iterator[list[Node]]:
@@ -224,18 +302,6 @@ def _crossings(flow: Flow) -> Iterator[list[Node]]:
         yield list(alive)
 
 
-def bytes_alive(nodes: Sequence[Node]) -> int:
-    """Bytes of the values of ``nodes``, memory that they share once."""
-    sizes: dict[int, int] = {}
-    for node in nodes:
-        for leaf in pytree.tree_leaves(example_of(node)):
-            if isinstance(leaf, Tensor):
-                size = hint_of(product(leaf.shape)) * leaf.element_size()
-                key = storage_id(leaf)
-                sizes[key] = max(sizes.get(key, 0), size)
-    return sum(sizes.values())
-
-
 def _may_cross(nodes: Sequence[Node], flow: Flow) -> bool:
     """Whether all of ``nodes`` may be handed from one segment to the next."""
     values = [example_of(node) for node in nodes]
@@ -245,24 +311,6 @@ def _may_cross(nodes: Sequence[Node], flow: Flow) -> bool:
         return False
     # Rows that a loss takes of the last hidden states do not tell how long the sequence is.
     return all(flow.has_tokens(node) and not flow.is_square(node) for node in nodes)
-
-
-def _inside_regions(flow: Flow) -> set[int]:
-    """Positions where autocast or the gradient mode is not what it is at the start."""
-    autocast = dict(nodes_with_autocast(flow.graph, AutocastState()))
-    inside: set[int] = set()
-    gradients = True
-    depth = 0
-    for position, node in enumerate(flow.calls):
-        if is_call(node, "_set_grad_enabled"):
-            gradients = bool(node.args[0])
-        elif is_call(node, "_enter_inference_mode"):
-            depth += 1
-        elif is_call(node, "_exit_inference_mode"):
-            depth -= 1
-        if not gradients or depth or autocast[node].entered:
-            inside.add(position)
-    return inside
 
 
 def _within_written(flow: Flow) -> set[int]:

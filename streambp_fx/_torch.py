@@ -46,6 +46,9 @@ from torch._dynamo.symbolic_convert import TensorifyState
 # The fake tensor that stands for an input while a graph is compiled, its symbolic sizes included.
 from torch._dynamo.utils import to_fake_tensor as to_fake_tensor
 
+# AOTAutograd's settings, among them when backward graphs are compiled.
+from torch._functorch import config as functorch_config
+
 # Marks the new value of an input that a traced program changes in place.
 from torch._functorch._aot_autograd.descriptors import InputMutationAOTOutput
 
@@ -66,6 +69,9 @@ from torch._functorch.partitioners import default_partition as default_partition
 
 # Gives a compiled body the tracing context that Inductor reads its fake mode from.
 from torch._guards import TracingContext as TracingContext
+
+# The fake mode that is on.
+from torch._guards import active_fake_mode as active_fake_mode
 
 # Finds the fake tensor mode that a graph was traced with.
 from torch._guards import detect_fake_mode as detect_fake_mode
@@ -111,9 +117,7 @@ from torch._ops import OpOverload as OpOverload
 
 # Makes the first fake tensor on a GPU touch the GPU.
 from torch._subclasses import fake_tensor
-
-# Raised where fake tensors would have to know their values.
-from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentError
+from torch._subclasses.fake_tensor import DataDependentOutputException
 
 # The fake mode in which Dynamo recorded a node's example value.
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -129,6 +133,7 @@ from torch.fx.experimental import _config as symbolic_config
 # Traces a function into a graph of ops.
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic as DimDynamic
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv as ShapeEnv
 
 # Tells values that are read from tensors, which no guard can fix.
@@ -158,6 +163,9 @@ from torch.utils.weak import WeakTensorKeyDictionary as WeakTensorKeyDictionary
 
 # Turns off ``__torch_function__`` for a tensor subclass, as torch's guide to extending it does.
 disabled_torch_function = torch._C._disabled_torch_function_impl
+
+DataDependentError = (DataDependentOutputException, GuardOnDataDependentSymNode)
+"""Raised where fake tensors would have to know their values."""
 
 
 class SizeAnalysis(PythonReferenceAnalysis):

@@ -85,6 +85,7 @@ class Compilation:
         self.options = options
         self.for_accelerator = for_accelerator
         self.history = History()
+        self.segments: list[History] = []
         self._cause: Exception | None = None
         # Inductor's settings live in context variables, and bodies compile later, some of them
         # in autograd's thread: what differs from the defaults here is set again there.
@@ -97,29 +98,31 @@ class Compilation:
         deferral = self._attempt(
             lambda: rewrite_captured(
                 graph_module, example_inputs, self.history, keep_outputs=self.options.keep_outputs
-            )
+            ),
+            self.history,
         )
         if deferral is None:
             untouched.restore()
-        chain = None if deferral is None else self._split(graph_module, example_inputs)
-        if chain is None:
-            compiled = self._compiler(self.history).compile(graph_module, example_inputs)
-        else:
-            compiled = self._compile_chain(chain, example_inputs)
+        compiled = None if deferral is None else self._split(graph_module, example_inputs)
+        if compiled is None:
+            compiled, history = self._compile_segment(graph_module, example_inputs)
+            self.segments = [history]
         self._report()
-        self._tell()
+        self._tell(compiled, example_inputs)
         if deferral is None or not deferral.deferred:
             return compiled
         return lambda *args: deferral.rebuild(compiled(*args), args)
 
-    def _split(self, graph_module: GraphModule, example_inputs: Sequence[Any]) -> Chain | None:
-        """The segments of a training step, where they are asked for; ``None`` of other graphs."""
+    def _split(
+        self, graph_module: GraphModule, example_inputs: Sequence[Any]
+    ) -> Callable[..., Any] | None:
+        """What runs a training step as segments; ``None`` of a graph that is not split."""
         tensors = [one for one in example_inputs if isinstance(one, torch.Tensor)]
-        trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-        if not (self.options.segments and trained):
+        if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
             return None
         try:
-            return split_segments(graph_module)
+            chain = split_segments(graph_module, self.history.notes)
+            return None if chain is None else self._compile_chain(chain, example_inputs)
         except Exception as error:  # the graph, which is as it was, can be streamed as one
             log.debug("the graph could not be split", exc_info=True)
             self.history.notes.append(f"not split into segments: {type(error).__name__}: {error}")
@@ -127,33 +130,44 @@ class Compilation:
 
     def _compile_chain(self, chain: Chain, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         def compile_segment(
-            segment: GraphModule, inputs: Sequence[Any]
+            segment: GraphModule, inputs: Sequence[Any], number: int
         ) -> tuple[Callable[..., Any], History]:
-            history = History(keep_copies=self.history.keep_copies)
-            return self._compiler(history, chain.widest).compile(segment, inputs), history
+            return self._compile_segment(segment, inputs, number, chain)
 
-        histories = compile_chain(chain.graph_module, example_inputs, compile_segment)
-        self.history.take_over(histories)
+        self.history.keep("chain", chain.graph_module)
+        self.segments = compile_chain(chain.graph_module, example_inputs, compile_segment)
         return chain.graph_module.forward
 
-    def _compiler(self, history: History, widest: int | None = None) -> JointCompiler:
+    def _compile_segment(
+        self,
+        segment: GraphModule,
+        inputs: Sequence[Any],
+        number: int = 0,
+        chain: Chain | None = None,
+    ) -> tuple[Callable[..., Any], History]:
+        """What runs in place of a segment, or of a whole graph, and what was found in it."""
+        history = History(keep_copies=self.history.keep_copies, unstreamed=self.history.unstreamed)
+        history.keep("captured", segment)
         options = self.options
         settings = Settings(
             options.chunk_size,
             options.head_chunk_size,
             options.accumulation_dtype,
             self.for_accelerator,
-            widest,
+            chain.widest if chain is not None else None,
+            number,
+            chain.attended if chain is not None else (),
         )
-        return JointCompiler(settings, history, self._attempt, self._run_graph)
+        compiler = JointCompiler(settings, history, self._attempt, self._run_graph)
+        return compiler.compile(segment, inputs), history
 
-    def _attempt(self, passes: Callable[[], T], history: History | None = None) -> T | None:
+    def _attempt(self, passes: Callable[[], T], history: History) -> T | None:
         """What ``passes`` return; ``None``, with the reason in the history, where one fails."""
         try:
             return passes()
         except Exception as error:  # whatever it is, the graph can run unstreamed
             log.debug("a pass failed", exc_info=True)
-            (history or self.history).refuse(error)
+            history.refuse(error)
             self._cause = error
         return None
 
@@ -162,7 +176,7 @@ class Compilation:
         return lower(graph_module, self.options.compile_bodies, self.inductor)
 
     def _report(self) -> None:
-        report = Report.of(self.history)
+        report = Report.of(self.history, self.segments)
         record(report)
         if self.options.on_barrier == "ignore" or not report.problems():
             return
@@ -171,26 +185,26 @@ class Compilation:
             raise BarrierError(message) from self._cause
         warnings.warn(message, BarrierWarning, stacklevel=2)
 
-    def _predicted_peak(self) -> str:
+    def _predicted_peak(self, compiled: Callable[..., Any], inputs: Sequence[Any]) -> str:
         # Not at the top: training without a log needs none of it.
         from .explaining.body_memory import eager_workspace
-        from .explaining.step_memory import predict
+        from .explaining.trace import predict
         from .explaining.units import bytes_text
 
         try:
             with disable_current_modes():
-                peak = predict(self.history, eager_workspace).peak.nbytes
+                peak = predict(compiled, inputs, self.segments, eager_workspace).peak.nbytes
         except Exception:  # a line of a log is no reason to end a step
             log.debug("the peak could not be predicted", exc_info=True)
             return "no peak predicted"
         bodies = " if bodies ran op by op" if self.options.compile_bodies else ""
         return f"predicted peak {bytes_text(peak)}{bodies}"
 
-    def _tell(self) -> None:
+    def _tell(self, compiled: Callable[..., Any], inputs: Sequence[Any]) -> None:
         """Log one line at INFO, and the rest at DEBUG."""
         if not log.isEnabledFor(logging.INFO):
             return
-        report = Report.of(self.history)
-        log.info("%s; %s", report.summary(), self._predicted_peak())
+        report = Report.of(self.history, self.segments)
+        log.info("%s; %s", report.summary(), self._predicted_peak(compiled, inputs))
         for detail in report.details():
             log.debug("%s", detail)

@@ -10,7 +10,6 @@ gradients of a segment's parameters are accumulated, and hooks called, when its 
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from streambp_fx._torch import (
     FakeTensor,
     FakeTensorMode,
     detect_fake_mode,
+    enable_python_dispatcher,
     storage_id,
     to_fake_tensor,
 )
@@ -35,8 +35,8 @@ from .passes.rules.sizes import expr_of
 from .passes.waists import is_trained
 
 Compiled = tuple[Callable[..., Any], History]
-CompileSegment = Callable[[GraphModule, Sequence[Any]], Compiled]
-"""``compile_segment(graph_module, example_inputs)``: what runs in its place, and what was found."""
+CompileSegment = Callable[[GraphModule, Sequence[Any], int], Compiled]
+"""``compile_segment(graph_module, example_inputs, number)``: what runs, and what was found."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,15 @@ def compile_chain(
         What was found in each segment, in order; equal ones share it.
     """
     given = dict(zip(chain.graph.find_nodes(op="placeholder"), example_inputs, strict=True))
-    mode = detect_fake_mode(list(example_inputs))
+    # A program that is traced without data has fakes of its own.
+    own = [value.fake_mode for value in example_inputs if isinstance(value, FakeTensor)]
+    mode = own[0] if own else detect_fake_mode(list(example_inputs))
     fakes = {node: _fake(value, mode) for node, value in given.items()}
     compiled: dict[Any, _Segment] = {}
-    found = []
+    found: list[History] = []
     for node in chain.graph.nodes:  # those that are inserted behind it come too
         if node.op == "call_module":
             module = getattr(chain, str(node.target))
-            _return_tuple(module, node)
             values = [fakes[one] for one in node.args]
             made = [one.op != "placeholder" for one in node.args]
             key = (_text(module), _kinds(module, values), *made)
@@ -90,7 +91,7 @@ def compile_chain(
                         value.detach() if index in unused else value
                         for index, value in enumerate(inputs)
                     ]
-                    one = compile_segment(module, inputs)
+                    one = compile_segment(module, inputs, len(found))
                 compiled[key] = _Segment(one, results, unused)
             segment = compiled[key]
             _detach(node, segment.unused)
@@ -102,7 +103,7 @@ def compile_chain(
                 chain.add_submodule(str(node.target), _Called(function))
         elif node.op == "call_function":
             fakes[node] = fakes[node.args[0]][node.args[1]]
-            _lay_contiguous(node, fakes)
+            _lay_contiguous(node, fakes, mode)
     chain.recompile()
     return found
 
@@ -114,18 +115,6 @@ def _fake(value: Any, mode: FakeTensorMode | None) -> Any:
     return to_fake_tensor(value, mode)
 
 
-def _return_tuple(segment: GraphModule, call: Node) -> None:
-    """Let ``segment`` return a tuple, if it returned its only value."""
-    output = segment.graph.output_node()
-    results = output.args[0]
-    if not isinstance(results, (tuple, list)):
-        output.args = ((results,),)
-        segment.recompile()
-        with call.graph.inserting_after(call):
-            first = call.graph.call_function(operator.getitem, (call, 0))
-        call.replace_all_uses_with(first, delete_user_cb=lambda user: user is not first)
-
-
 def _examples(
     segment: GraphModule, values: Sequence[Any], mode: FakeTensorMode | None
 ) -> Sequence[Any]:
@@ -135,7 +124,9 @@ def _examples(
     """
     # The user's hooks, such as checkpointing's, are for what is saved when the step runs.
     no_hooks = saved_tensors_hooks(_itself, _itself)
-    with mode or nullcontext(), no_hooks, torch.enable_grad():
+    # With it, sizes that are symbols in Dynamo's graph remain symbols.
+    symbolic = enable_python_dispatcher()
+    with mode or nullcontext(), symbolic, no_hooks, torch.enable_grad():
         results: Sequence[Any] = segment(*values)
     return results
 
@@ -186,7 +177,7 @@ def _itself(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _lay_contiguous(result: Node, fakes: dict[Node, Any]) -> None:
+def _lay_contiguous(result: Node, fakes: dict[Node, Any], mode: FakeTensorMode | None) -> None:
     """Hand ``result`` contiguous to the segments that read it.
 
     They are compiled for the strides of their examples, and loops lay their results as they like.
@@ -197,7 +188,8 @@ def _lay_contiguous(result: Node, fakes: dict[Node, Any]) -> None:
             laid = result.graph.call_method("contiguous", (result,))
         for reader in readers:
             reader.replace_input_with(result, laid)
-        fakes[laid] = fakes[result].contiguous()
+        # A leaf of its own, by which to tell whether a gradient comes back to it.
+        fakes[laid] = _like(fakes[result].contiguous(), mode)
 
 
 def _text(graph_module: GraphModule) -> str:

@@ -18,12 +18,11 @@ from torch import Tensor, nn
 from streambp_fx._torch import TorchDispatchMode, pytree
 
 from .backend import Compilation
-from .explaining.peers import NoLossError, loss_of
+from .explaining.loss import NoLossError, loss_of
 from .explaining.trace import with_own_cache
 from .measure import gradient_errors
 from .options import Options, parse_options
 from .passes.loops import chunk_count
-from .passes.pipeline import History
 from .report import Report
 
 Gradients = dict[str, Tensor | None]
@@ -158,7 +157,7 @@ def check(
     """
     parsed = parse_options({"on_barrier": "ignore", **(options or {})})
     tree = (program, args, kwargs)
-    histories: list[History] = []
+    reports: list[Report] = []
     on_progress("eager, in float64")
     in_fp64 = _copied(tree, torch.float64)
     with _Watch() as watch:
@@ -172,7 +171,7 @@ def check(
     if all(gradient is None for gradient in exact.values()):
         raise NoGradientError("no parameter of the program has a gradient")
     on_progress("streamed, in float64")
-    exact_streamed_loss, exact_streamed = _step(_copied(tree, torch.float64), parsed, histories)
+    exact_streamed_loss, exact_streamed = _step(_copied(tree, torch.float64), parsed, reports)
     on_progress("eager, in its own dtypes")
     own_loss, own = _step(_copied(tree, None))
     on_progress("streamed, in its own dtypes")
@@ -186,7 +185,7 @@ def check(
         tuple(_rows(own, streamed, exact, exact_streamed, tolerance)),
         tolerance,
         str(watch.narrowest).removeprefix("torch."),
-        tuple(Report.of(history) for history in histories),
+        tuple(reports),
     )
 
 
@@ -246,13 +245,13 @@ def _copied(tree: Any, dtype: torch.dtype | None) -> Any:
 
 
 def _step(
-    tree: Any, options: Options | None = None, histories: list[History] | None = None
+    tree: Any, options: Options | None = None, reports: list[Report] | None = None
 ) -> tuple[float, Gradients]:
     """Loss and gradients of one step, streamed where ``options`` are given."""
     program, args, kwargs = tree
     call = program
-    if options is not None and histories is not None:
-        call = _streamed(program, options, histories)
+    if options is not None and reports is not None:
+        call = _streamed(program, options, reports)
     parameters = _parameters(tree)
     for parameter in parameters.values():
         parameter.grad = None
@@ -264,12 +263,12 @@ def _step(
 
 
 def _streamed(
-    program: Callable[..., Any], options: Options, histories: list[History]
+    program: Callable[..., Any], options: Options, reports: list[Report]
 ) -> Callable[..., Any]:
     def backend(graph_module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         compilation = Compilation(options)
         compiled = compilation.compile(graph_module, inputs)
-        histories.append(compilation.history)
+        reports.append(Report.of(compilation.history, compilation.segments))
         return compiled
 
     compiled: Callable[..., Any] = torch.compile(

@@ -8,12 +8,19 @@ Result: a function that is one autograd node: its forward and backward are the h
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.fx import GraphModule
 
-from ._torch import aot_autograd, changed_inputs, copied_graph, default_partition
+from ._torch import (
+    aot_autograd,
+    changed_inputs,
+    copied_graph,
+    default_partition,
+    functorch_config,
+)
 from .passes.decompositions import decompositions
 from .passes.inputs import InputRole
 from .passes.partition import split
@@ -44,14 +51,20 @@ class JointCompiler:
         """What runs in place of ``graph_module``."""
         self.roles = input_roles(graph_module, example_inputs)
         compiler = aot_autograd(
-            fw_compiler=self.run_graph,
-            bw_compiler=self.run_graph,
+            fw_compiler=partial(self._run, "forward"),
+            bw_compiler=partial(self._run, "backward"),
             inference_compiler=self._inference,
             partition_fn=self._partition,
             decompositions=decompositions(),
         )
-        compiled: Callable[..., Any] = compiler(graph_module, list(example_inputs))
+        # At once: to lower a backward takes no time, and what failed in it would fail in training.
+        with functorch_config.patch(force_non_lazy_backward_lowering=True):
+            compiled: Callable[..., Any] = compiler(graph_module, list(example_inputs))
         return compiled
+
+    def _run(self, half: str, graph_module: GraphModule, inputs: Sequence[Any]) -> Any:
+        self.history.graphs[half] = graph_module  # AOTAutograd may run a copy of what it was given
+        return self.run_graph(graph_module, inputs)
 
     def _partition(
         self, joint: GraphModule, joint_inputs: Any, *, num_fwd_outputs: int, **kwargs: Any
@@ -74,8 +87,7 @@ class JointCompiler:
         count = len(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]
         rewritten = self.attempt(lambda: self._stream(graph_module, count), self.history)
         target = graph_module if rewritten is None else rewritten.graph_module
-        self.history.graphs["forward"] = target
-        return self.run_graph(target, inputs)
+        return self._run("forward", target, inputs)
 
     def _stream(self, traced: GraphModule, num_fwd_outputs: int) -> Rewritten | None:
         """The traced graph with loops; ``None``, with the reason in the history, without any."""

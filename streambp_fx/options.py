@@ -37,10 +37,6 @@ class Options:
         Return logits and caches as ordinary tensors, at their full memory cost.
     compile_bodies
         ``False`` runs loop bodies op by op instead of through Inductor.
-    segments
-        ``True`` makes each segment of a model, such as a layer, an autograd node of its own:
-        gradients are accumulated, and hooks run, as its backward ends, and equal layers are
-        traced and compiled once.
     inductor
         Every other option, passed on to Inductor for the bodies.
     """
@@ -51,7 +47,6 @@ class Options:
     on_barrier: str = "warn"
     keep_outputs: bool = False
     compile_bodies: bool = True
-    segments: bool = False
     inductor: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .passes.barrier import Barrier
@@ -28,6 +29,9 @@ class Report:
         They are two where the gradient of a token waits for a sum over all of them.
     tokens
         The length of the sequence axis in the traced example; 0 where there is none.
+    segments
+        For each segment of the program in order, which of the distinct graphs it is: ``(0, 1, 1,
+        2)`` for a model of two equal layers. Of a program without a waist, ``(0,)``.
     """
 
     barriers: tuple[Barrier, ...]
@@ -37,18 +41,36 @@ class Report:
     notes: tuple[str, ...] = ()
     head_fused: bool = False
     tokens: int = 0
+    segments: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, history: History) -> Report:
-        """The report of one run of the passes."""
+    def of(cls, captured: History, segments: Sequence[History] = ()) -> Report:
+        """The report of one compilation.
+
+        Args:
+            captured: what the passes on Dynamo's graph found.
+            segments: what was found in each segment, in order; equal ones share it.
+        """
+        distinct = list({id(one): one for one in segments}.values())
+        every = [captured, *distinct]
+        seconds: dict[str, float] = {}
+        for one in every:
+            for name, spent in one.seconds.items():
+                seconds[name] = seconds.get(name, 0.0) + spent
+        barriers = [barrier for one in every for barrier in one.barriers]
+        whole = [one.unstreamed for one in distinct if one.unstreamed is not None]
+        if len(whole) < len(distinct):
+            barriers += [Barrier("a segment", "", reason) for reason in whole]
+            whole = []
         return cls(
-            tuple(history.barriers),
-            tuple(history.loops),
-            history.unstreamed,
-            dict(history.seconds),
-            tuple(history.notes),
-            history.head_fused,
-            history.tokens,
+            tuple(barriers),
+            tuple(_loops(segments)),
+            next((one for one in (captured.unstreamed, *whole) if one is not None), None),
+            seconds,
+            tuple(note for one in every for note in one.notes),
+            any(one.head_fused for one in distinct),
+            max((one.tokens for one in distinct), default=0),
+            tuple(distinct.index(one) for one in segments),
         )
 
     def problems(self) -> list[str]:
@@ -65,6 +87,9 @@ class Report:
         chunks = sorted({loop.chunk_size for loop in self.loops if not loop.head})
         heads = sorted({loop.chunk_size for loop in self.loops if loop.head})
         parts = [f"streamed {self.tokens} tokens in {_count(len(self.loops), 'loop')}"]
+        if len(self.segments) > 1:
+            alike = f", {len(set(self.segments))} of them distinct"
+            parts[0] += f" of {len(self.segments)} segments{alike}"
         if chunks:
             parts.append(f"chunks of {' and '.join(map(str, chunks))} tokens")
         if heads:
@@ -86,6 +111,24 @@ class Report:
         barriers = [f"unstreamed: {barrier}" for barrier in self.barriers]
         passes = [f"pass {name}: {seconds:.2f} s" for name, seconds in self.seconds.items()]
         return [*loops, *barriers, *self.notes, *passes]
+
+
+def _loops(segments: Sequence[History]) -> list[LoopSpec]:
+    """The loops of all segments, in the order in which they run."""
+    halves: dict[bool, list[list[LoopSpec]]] = {False: [], True: []}
+    first: dict[int, int] = {}
+    for number, one in enumerate(segments):
+        since = number - first.setdefault(id(one), number)
+        for backward, found in halves.items():
+            found.append(
+                [
+                    loop.of_later_segment(since)
+                    for loop in one.loops
+                    if loop.place.backward is backward
+                ]
+            )
+    in_order = [*halves[False], *reversed(halves[True])]
+    return [loop for loops in in_order for loop in loops]
 
 
 def _count(number: int, word: str) -> str:

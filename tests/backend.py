@@ -29,7 +29,6 @@ from streambp_fx.passes.body import LoopBody
 from streambp_fx.passes.lower import through_inductor
 from streambp_fx.passes.lower_only import NOT_NEEDED
 
-SEGMENTS = bool(os.environ.get("STREAMBP_TEST_SEGMENTS"))
 BACKEND = os.environ.get("STREAMBP_TEST_BACKEND", "streambp")
 
 needs_report = pytest.mark.skipif(BACKEND != "streambp", reason="only streambp writes a report")
@@ -52,7 +51,7 @@ def streamed(
         torch._dynamo.reset()
     if BACKEND != "streambp":
         return torch.compile(function, backend=BACKEND, dynamic=dynamic)
-    options = {"compile_bodies": False, "segments": SEGMENTS, **options}
+    options = {"compile_bodies": False, **options}
     backend: Any = streambp_lowered if lowered and not options["compile_bodies"] else BACKEND
     return torch.compile(function, backend=backend, dynamic=dynamic, options=options)
 

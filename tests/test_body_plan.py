@@ -27,7 +27,7 @@ from streambp_fx.passes.body import (
     along_of,
 )
 from streambp_fx.passes.extents import ExtentChange
-from streambp_fx.passes.loops import Along, LoopSpec, Operand, Result, run_loop
+from streambp_fx.passes.loops import Along, LoopSpec, Operand, Place, Result, run_loop
 from streambp_fx.passes.placement import FULL, Extent, Streamed
 from streambp_fx.passes.rules import call_of, rule_for
 from streambp_fx.passes.run_plan import run_plan
@@ -205,14 +205,14 @@ def test_chunks_of_slices_and_pads(
         plan.add_call(BodyCall(aten.exp.default, (x,), {}, (shape,), change=change, source=at))
     )
     spec = LoopSpec(
-        "loop", plan.extents(), (Operand(along_of(at)),), (Result(along_of(to)),), size, False
+        Place(0), plan.extents(), (Operand(along_of(at)),), (Result(along_of(to)),), size, False
     )
     (got,) = run_loop(lambda *inputs: run_plan(plan, *inputs), spec, 6, [given])
     assert_close(got, wanted)
 
 
 def _loop_body(plan: BodyPlan) -> LoopBody:
-    spec = LoopSpec("loop", plan.extents(), tuple(plan.operands), (), 4, False)
+    spec = LoopSpec(Place(0), plan.extents(), tuple(plan.operands), (), 4, False)
     return LoopBody(plan, spec, {"s0": 7}, 4)
 
 

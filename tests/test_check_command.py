@@ -14,7 +14,7 @@ import streambp_fx
 from streambp_fx import checking
 from streambp_fx.checking import FP64_TOLERANCE, Check, NoGradientError, RandomnessError
 from streambp_fx.checking_text import MOST_ROWS
-from streambp_fx.explaining.peers import NoLossError
+from streambp_fx.explaining.loss import NoLossError
 from streambp_fx.options import OptionError
 from tests.own_models import LogitsOnly, NanoGPT, loss_fn
 

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from streambp_fx._torch import disable_current_modes
-from streambp_fx.explaining.body_memory import CompiledWorkspace, eager_workspace
-from streambp_fx.explaining.step_memory import Workspace, predict
-from streambp_fx.explaining.trace import trace
+from streambp_fx.explaining.body_memory import CompiledWorkspace, Workspace, eager_workspace
+from streambp_fx.explaining.trace import Traced
 from streambp_fx.measure import memory_use
 from streambp_fx.options import parse_options
 from streambp_fx.passes.body import LoopBody
@@ -49,8 +48,7 @@ def compared(workspace: Workspace, compiled: bool) -> list[tuple[str, int, int]]
     with torch.device("meta"):
         model, ids = _model(CASE), torch.zeros(B, T, dtype=torch.int64)
     options = parse_options({"chunk_size": CHUNK, "compile_bodies": False})
-    (history,) = trace(model, (), {"input_ids": ids, "labels": ids}, options)
-    predict(history, both)
+    Traced(model, (), {"input_ids": ids, "labels": ids}, options).memory(both)
     return found
 
 

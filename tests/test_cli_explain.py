@@ -62,8 +62,8 @@ def test_explain_prints_the_report_and_writes_what_it_is_asked_for(
     assert html.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
     assert plot.read_bytes().startswith(b"\x89PNG")
     names = {path.name for path in graphs.iterdir()}
-    assert {"captured.txt", "rewritten.py", "backward.py", "normalize.txt"} <= names
-    compile((graphs / "rewritten.py").read_text(encoding="utf-8"), "rewritten.py", "exec")
+    assert {"captured.txt", "chain.py", "segment0.rewritten.py", "segment1.backward.py"} <= names
+    compile((graphs / "segment1.rewritten.py").read_text(encoding="utf-8"), "rewritten.py", "exec")
 
 
 def test_explain_gives_json(config: str) -> None:
@@ -85,8 +85,8 @@ def test_explain_exits_with_1_where_something_is_left(
     def with_barrier(*args: Any, **kwargs: Any) -> Any:
         found = explain(*args, **kwargs)
         barrier = Barrier("aten.sort.default", "line", "the op mixes tokens", 100)
-        graph = dataclasses.replace(found.graphs[0], barriers=(barrier,))
-        return dataclasses.replace(found, graphs=(graph,))
+        capture = dataclasses.replace(found.captures[0], barriers=(barrier,))
+        return dataclasses.replace(found, captures=(capture,))
 
     monkeypatch.setattr(command, "explain", with_barrier)
     result = run("explain", config, *SMALL, "--compare", "none")

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
-from streambp_fx.passes.axes import Axes
-from streambp_fx.passes.cuts import choose_cuts
-from streambp_fx.passes.dataflow import read_joint
-from streambp_fx.passes.delay_wide import delay_wide_values
-from streambp_fx.passes.placement import Streamed
-from tests.joint_graphs import axes_of, capture, forward_graph
+from streambp_fx.passes.normalize_attention import normalize_attention
+from streambp_fx.passes.waists import ATTENTION, Flow, find_waists, read_flow
 
 B, HEADS, T, D, V = 2, 2, 5, 4, 97
-X = torch.zeros(B, HEADS, T, D)
-W = torch.zeros(D, V)
+X = torch.zeros(B, HEADS, T, D, requires_grad=True)
+W = torch.zeros(D, V, requires_grad=True)
+FROZEN = torch.zeros(D, V)
 
 
 def _layer(x: Tensor) -> Tensor:
     q = x * 2
-    return x + torch.ops.streambp.attention(q, q * 3, q * 4, None, None, True, 1.0, 0.0)[0]
+    return x + torch.nn.functional.scaled_dot_product_attention(q, q * 3, q * 4, is_causal=True)
 
 
 def _logits_wait(x: Tensor, w: Tensor) -> Tensor:
@@ -31,6 +31,13 @@ def _logits_wait(x: Tensor, w: Tensor) -> Tensor:
 
 
 def _token_scores_wait(x: Tensor, w: Tensor) -> Tensor:
+    with torch.no_grad():
+        first = (_layer(_layer(x)) @ w).logsumexp(-1)
+    second = (_layer(_layer(x * 5)) @ w).logsumexp(-1)
+    return (first * second).sum()
+
+
+def _trained_scores_wait(x: Tensor, w: Tensor) -> Tensor:
     first = (_layer(_layer(x)) @ w).logsumexp(-1)
     second = (_layer(_layer(x * 5)) @ w).logsumexp(-1)
     return (first * second).sum()
@@ -40,52 +47,57 @@ def _one_model(x: Tensor, w: Tensor) -> Tensor:
     return (_layer(_layer(x)) @ w).logsumexp(-1).sum()
 
 
-def _forward(program: object) -> tuple[list[Node], Axes, list[set[Node]]]:
-    """The forward's nodes in graph order, their axes, and the cuts of `choose_cuts`."""
-    graph = forward_graph(program, X, W)
-    axes = axes_of(graph, Streamed(2), None, length=T, parameters=[1])
-    joint = read_joint(graph, 1)
-    flow = [node for node in graph.nodes if axes.in_loop(node) or node in axes.after_loop]
-    return flow, axes, choose_cuts(joint, axes).cuts
+def _flow(program: Callable[..., Any], w: Tensor) -> Flow:
+    found: list[Flow] = []
+
+    def backend(graph_module: GraphModule, _: Any) -> Callable[..., Any]:
+        normalize_attention(graph_module)
+        found.append(read_flow(graph_module.graph))
+        return graph_module.forward
+
+    torch._dynamo.reset()
+    torch.compile(program, backend=backend, fullgraph=True, dynamic=False)(X, w)
+    return found[0]
 
 
 def _width(node: Node) -> int:
-    return int(node.meta["val"].shape[-1])
+    value = node.meta["example_value"]
+    return int(value.shape[-1]) if isinstance(value, Tensor) and value.dim() else 0
 
 
-@pytest.mark.parametrize("program", [_logits_wait, _token_scores_wait, _one_model])
-def test_no_cut_keeps_logits_and_the_order_is_topological(program: object) -> None:
-    flow, axes, cuts = _forward(program)
-    assert cuts and all(_width(value) < V for cut in cuts for value in cut)
-    order = delay_wide_values(flow, axes, set())
-    assert sorted(order, key=str) == sorted(flow, key=str)
-    place = {node: index for index, node in enumerate(order)}
-    for node in order:
-        assert all(place[arg] < place[node] for arg in node.all_input_nodes if arg in place)
+def _places(flow: Flow) -> tuple[list[int], int]:
+    """The positions of the first value as wide as logits, and of the last attention."""
+    wide = [index for index, node in enumerate(flow.calls) if _width(node) == V]
+    return wide, max(i for i, node in enumerate(flow.calls) if node.target is ATTENTION)
 
 
-def test_logits_that_wait_are_computed_after_the_second_models_layers() -> None:
-    flow, axes, _ = _forward(_logits_wait)
-    order = delay_wide_values(flow, axes, set())
-    wide = next(index for index, node in enumerate(order) if _width_or_none(node) == V)
-    attention = [i for i, n in enumerate(order) if n.target is torch.ops.streambp.attention.default]
-    assert wide > max(attention)
+PROGRAMS = [_logits_wait, _token_scores_wait, _trained_scores_wait, _one_model]
 
 
-@pytest.mark.parametrize("program", [_token_scores_wait, _one_model])
-def test_narrow_results_stay_where_they_are(program: object) -> None:
-    flow, axes, _ = _forward(program)
-    assert delay_wide_values(flow, axes, set()) == flow
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_the_order_is_topological_and_no_wide_value_crosses(program: Callable[..., Any]) -> None:
+    flow = _flow(program, W)
+    calls = [node for node in flow.graph.nodes if node in set(flow.calls)]
+    assert sorted(flow.calls, key=str) == sorted(calls, key=str)
+    for node in flow.calls:
+        inputs = [one for one in node.all_input_nodes if one in flow.order]
+        assert all(flow.order[one] < flow.order[node] for one in inputs)
+    for position in find_waists(flow, []):
+        before = flow.calls[: position + 1]
+        crossing = [n for n in before if any(flow.order.get(u, 0) > position for u in n.users)]
+        assert crossing and all(_width(node) < V for node in crossing)
 
 
-def test_head_of_a_trained_model_joins_the_last_segment() -> None:
-    weight = torch.nn.Parameter(torch.ones(D, V))
-    segments = capture(_token_scores_wait, X + 1, weight).analyse().segments
-    logits = {segments.segment[n] for n in segments.flow if _width_or_none(n) == V}
-    assert logits == {segments.count - 1}
-    assert segments.count > 2
+@pytest.mark.parametrize("program", [_logits_wait, _trained_scores_wait])
+def test_logits_that_wait_or_are_trained_come_after_the_second_models_layers(
+    program: Callable[..., Any],
+) -> None:
+    wide, last = _places(_flow(program, W))
+    assert min(wide) > last
 
 
-def _width_or_none(node: Node) -> int | None:
-    value = node.meta["val"]
-    return int(value.shape[-1]) if isinstance(value, Tensor) and value.dim() else None
+def test_narrow_results_of_a_reference_stay_where_they_are() -> None:
+    flow = _flow(_token_scores_wait, FROZEN)
+    wide, last = _places(flow)
+    assert min(wide) < last
+    assert flow.calls == [node for node in flow.graph.nodes if node in set(flow.calls)]

@@ -15,8 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import streambp_fx
-from streambp_fx.explaining.explanation import Explanation, NothingCapturedError
-from streambp_fx.explaining.text import SEVERAL_GRAPHS, to_notebook, to_text
+from streambp_fx.explaining.explanation import (
+    ExplainedGraph,
+    Explanation,
+    NothingCapturedError,
+)
+from streambp_fx.explaining.regions import Region
+from streambp_fx.explaining.text import to_notebook, to_text
 from streambp_fx.explaining.units import bytes_text, share_text, short_source
 from streambp_fx.options import OptionError
 from tests.backend import streamed
@@ -32,6 +37,10 @@ def explain(program: Any, *args: Any, **kwargs: Any) -> Explanation:
     kwargs.setdefault("peers", ())
     options = {"chunk_size": CHUNK, "compile_bodies": False}
     return streambp_fx.explain(program, *args, options=options, **kwargs)
+
+
+def all_regions(explained: Explanation) -> list[Region]:
+    return [region for graph in explained.graphs for region in graph.regions]
 
 
 class Mixing(nn.Module):
@@ -57,43 +66,40 @@ def mixing() -> Explanation:
 
 
 def test_regions_are_the_loops_of_forward_and_backward(gpt: Explanation) -> None:
-    regions = gpt.graphs[0].regions
+    regions = all_regions(gpt)
     assert {region.chunks for region in regions} == {CHUNKS}
     assert {region.chunk_size for region in regions} == {CHUNK}
-    layers = [region for region in regions if region.layer in range(1, LAYERS + 1)]
-    assert len(layers) == 3 * LAYERS
-    # The first layer's backward also sums the gradient of positions: it has a body of its own.
-    assert len({region.body for region in layers}) == 4
-    assert {region.body for region in layers if not region.backward} == {"segment1"}
+    assert [graph.segments for graph in gpt.graphs] == [(0,), (1, 2, 3), (LAYERS + 1,)]
+    assert [region.name for region in gpt.graphs[1].regions] == ["segment1", "stage1_0", "stage1_1"]
     assert [region.layer for region in regions if region.head] == [LAYERS + 1]
-    assert gpt.graphs[0].bodies.keys() == {region.body for region in regions}
+    for graph in gpt.graphs:
+        assert graph.bodies.keys() == {region.body for region in graph.regions}
 
 
 def test_operands_say_how_they_are_passed_and_what_the_program_calls_them(gpt: Explanation) -> None:
-    (region,) = [region for region in gpt.graphs[0].regions if region.name == "stage2_1"]
+    (region,) = [region for region in gpt.graphs[1].regions if region.name == "stage1_1"]
     passed = {operand.name: operand.how for operand in region.operands}
-    assert passed["blocks.1.norm_1.weight"] == "whole"
-    assert passed["gradient of blocks.1.up.weight"] == "sum"
-    assert passed["stage2_0[0]"] == passed["gradients of keys and values"] == "past"
-    assert passed["segment1[0]"] == "chunk"
+    assert passed["blocks.0.norm_1.weight"] == "whole"
+    assert passed["gradient of blocks.0.up.weight"] == "sum"
+    assert passed["stage1_0[0]"] == passed["gradients of keys and values"] == "past"
+    assert passed["x"] == passed["tangents_1"] == "chunk"
     sums = [result for result in region.results if result.startswith("sum")]
-    assert "sum 128x32, gradient of blocks.1.up.weight" in sums
+    assert "sum 128x32, gradient of blocks.0.up.weight" in sums
     assert any("own_models.py" in source for source in region.sources)
 
 
 def test_the_order_of_a_loop_has_a_reason(gpt: Explanation) -> None:
-    by_name = {region.name: region for region in gpt.graphs[0].regions}
-    assert by_name["stage2_1"].order == "descending"
-    assert "every later chunk has added its share" in by_name["stage2_1"].reason
-    assert by_name["segment2"].order == "ascending"
-    assert "written before it or a later chunk reads them" in by_name["segment2"].reason
+    by_name = {region.name: region for region in all_regions(gpt)}
+    assert by_name["stage1_1"].order == "descending"
+    assert "every later chunk has added its share" in by_name["stage1_1"].reason
+    assert by_name["segment1"].order == "ascending"
+    assert "written before it or a later chunk reads them" in by_name["segment1"].reason
 
 
 def test_attention_has_a_proof(gpt: Explanation) -> None:
-    proofs = gpt.graphs[0].attentions
-    assert len(proofs) == LAYERS
-    assert all(proof.causal and "the call says so" in proof.structure for proof in proofs)
-    assert all("scaled_dot_product_attention" in proof.source for proof in proofs)
+    (proof,) = [proof for graph in gpt.graphs for proof in graph.attentions]  # layers share it
+    assert proof.causal and "the call says so" in proof.structure
+    assert "scaled_dot_product_attention" in proof.source
 
 
 def masked(q: Tensor, bias: Tensor | None, kind: str) -> Tensor:
@@ -137,7 +143,7 @@ def test_a_program_that_streams_whole_has_no_barrier(gpt: Explanation) -> None:
 
 def test_the_peak_is_the_sum_of_its_terms(gpt: Explanation) -> None:
     assert gpt.peak.nbytes == sum(gpt.peak.terms().values()) > 0
-    assert gpt.peak.nbytes == max(m.nbytes for m in gpt.graphs[0].memory.moments)
+    assert gpt.peak.nbytes == max(m.nbytes for m in gpt.memory.moments)
 
 
 def test_peers_are_found_or_have_a_reason(gpt: Explanation) -> None:
@@ -153,7 +159,7 @@ def test_the_text_has_every_part(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     text = to_text(gpt)
-    for words in ("segment1 ... segment3 (3)", "Why the order", "causal: the call says so"):
+    for words in ("1 to 3 ", "Why the order", "causal: the call says so"):
         assert words in text
     assert "Barriers: none" in text and "parameter gradients" in text and "eager" in text
     assert str(gpt) == text
@@ -163,31 +169,36 @@ def test_the_text_has_every_part(
 def test_a_notebook_shows_tables_and_unfolds_operands(gpt: Explanation) -> None:
     shown = gpt._repr_html_()
     assert shown == to_notebook(gpt)
-    assert shown.count("<details>") == len(gpt.graphs[0].bodies)
-    assert "gradient of blocks.2.up.weight" in shown
+    assert shown.count("<details>") == sum(len(graph.bodies) for graph in gpt.graphs)
+    assert "gradient of blocks.0.up.weight" in shown
 
 
 def test_all_of_it_but_graphs_is_json(mixing: Explanation) -> None:
     data = json.loads(json.dumps(mixing.to_dict()))
     assert data["peak"]["bytes"] == mixing.peak.nbytes and data["streams_everything"] is False
-    assert [loop["name"] for loop in data["graphs"][0]["loops"]] == [
-        region.name for region in mixing.graphs[0].regions
-    ]
-    assert data["graphs"][0]["barriers"][0]["bytes"] > 0
+    for written, graph in zip(data["graphs"], mixing.graphs, strict=True):
+        assert [loop["name"] for loop in written["loops"]] == [one.name for one in graph.regions]
+    barriers = [barrier for graph in data["graphs"] for barrier in graph["barriers"]]
+    assert barriers and barriers[0]["bytes"] > 0
 
 
 def test_each_pass_left_its_graph(gpt: Explanation) -> None:
-    graph = gpt.graphs[0]
-    names = list(graph.graphs)
+    (capture,) = gpt.captures
+    names = list(capture.graphs)
+    assert (names[0], names[-1]) == ("captured", "chain")
+    captured = capture.print_readable("captured", print_output=False)
+    assert "scaled_dot_product_attention(" in captured and "streambp.attention" not in captured
+    chain = capture.print_readable("chain", print_output=False)
+    assert "streambp.attention" in chain and "self.submod_2(" in chain
+    layer, head = gpt.graphs[1], gpt.graphs[-1]
+    names = list(head.graphs)
     assert names.index("captured") < names.index("normalize") < names.index("fuse_head")
     assert names.index("fuse_head") < names.index("rewritten") < names.index("backward")
-    captured = graph.print_readable("captured", print_output=False)
-    assert "scaled_dot_product_attention" in captured
-    rewritten = graph.print_readable("rewritten", print_output=False)
+    rewritten = layer.print_readable("rewritten", print_output=False)
     assert "streambp_loop(body_segment1, 50" in rewritten
-    assert "_nn.scaled_dot_product_attention(" not in rewritten
+    assert "streambp.attention.default(" not in rewritten
     with pytest.raises(KeyError):
-        graph.python("unknown")
+        layer.python("unknown")
 
 
 def test_a_normal_compile_keeps_no_copies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,25 +220,50 @@ def test_a_normal_compile_keeps_no_copies(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("model", [NanoGPT(layers=2), TrilGPT()], ids=["fused", "written_out"])
 def test_the_python_of_forward_and_backward_computes_the_gradients(model: nn.Module) -> None:
     model = model.double()
-    explained = explain(model, IDS, IDS).graphs[0]
-    forward, backward = (program(explained.python(name)) for name in ("forward", "backward"))
-    captured = explained.graphs["captured"].graph.find_nodes(op="placeholder")
-    given = [argument(node.name, model) for node in captured]
+    (capture,) = explain(model, IDS, IDS).captures
+    graphs = {number: graph for graph in capture.segments for number in graph.segments}
+    chain = capture.graphs["chain"]
+    given = [argument(node.name, model) for node in chain.graph.find_nodes(op="placeholder")]
     loss = model(IDS, IDS)
-    names = [name for name, _ in model.named_parameters()]
-    want = dict(zip(names, torch.autograd.grad(loss, list(model.parameters())), strict=True))
-    with torch.no_grad():
-        results = forward(*given)
-        torch.testing.assert_close(results[0], loss, rtol=1e-12, atol=0)
-        inputs = explained.graphs["backward"].graph.find_nodes(op="placeholder")
-        saved = results[-(len(inputs) - 1) :]
-        gradients = backward(*saved, torch.ones((), dtype=torch.float64))
-    for node, gradient in zip(captured, gradients, strict=True):
-        value = argument(node.name, model)
-        for name, parameter in model.named_parameters():
-            if value is parameter:
-                torch.testing.assert_close(gradient, want.pop(name), rtol=1e-10, atol=1e-14)
-    assert not want
+    want = torch.autograd.grad(loss, list(model.parameters()))
+    torch.testing.assert_close(
+        program(capture.python("chain"))(*given)[0], loss, rtol=1e-12, atol=0
+    )
+    got = Written(chain, graphs).run(*given)[0]
+    torch.testing.assert_close(got, loss, rtol=1e-12, atol=0)
+    gradients = torch.autograd.grad(got, list(model.parameters()))
+    for gradient, expected in zip(gradients, want, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=1e-10, atol=1e-14)
+
+
+class Written(torch.fx.Interpreter):
+    """Runs a chain with the Python of its segments' forward and backward graphs."""
+
+    def __init__(self, chain: torch.fx.GraphModule, graphs: dict[int, ExplainedGraph]) -> None:
+        super().__init__(chain)
+        self.graphs = graphs
+        self.number = 0
+
+    def call_module(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if not any(isinstance(one, Tensor) and one.is_floating_point() for one in args):
+            return super().call_module(target, args, kwargs)  # what is computed before all segments
+        graph = self.graphs[self.number]
+        self.number += 1
+        forward, backward = (program(graph.python(name)) for name in ("forward", "backward"))
+        inputs = graph.graphs["backward"].graph.find_nodes(op="placeholder")
+
+        class Segment(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, *given: Any) -> Any:
+                result, *saved = forward(*given)
+                ctx.saved = saved[-(len(inputs) - 1) :]
+                return result
+
+            @staticmethod
+            def backward(ctx: Any, gradient: Tensor) -> Any:
+                return tuple(backward(*ctx.saved, gradient))
+
+        return (Segment.apply(*args),)
 
 
 def program(text: str) -> Any:
@@ -258,8 +294,9 @@ def test_neither_weights_nor_values_are_needed() -> None:
 def test_without_gradients_forward_alone_is_explained() -> None:
     with torch.no_grad():
         found = explain(NanoGPT(layers=LAYERS), IDS, IDS, peers=("eager",))
-    assert found.graphs[0].regions and not any(r.backward for r in found.graphs[0].regions)
-    assert "blocks.0.norm_1.weight" in {o.name for o in found.graphs[0].regions[1].operands}
+    regions = all_regions(found)
+    assert regions and not any(region.backward for region in regions)
+    assert "blocks.0.norm_1.weight" in {operand.name for operand in regions[1].operands}
     assert isinstance(found.peers["eager"], int)
 
 
@@ -297,10 +334,12 @@ class Broken(nn.Module):
         return loss * 2
 
 
-def test_memory_after_a_graph_break_is_said_to_be_a_part(gpt: Explanation) -> None:
+def test_memory_is_that_of_the_step_after_a_graph_break_too(gpt: Explanation) -> None:
     found = explain(Broken(), IDS, peers=())
-    assert len(found.graphs) > 1 and SEVERAL_GRAPHS in " ".join(to_text(found).split())
-    assert len(gpt.graphs) == 1 and SEVERAL_GRAPHS not in " ".join(to_text(gpt).split())
+    assert len(found.captures) > 1 and "graph 1 of " in to_text(found)
+    assert len(gpt.captures) == 1 and "graph 0 of " not in to_text(gpt)
+    whole = explain(NanoGPT(layers=1), IDS, IDS)
+    assert abs(found.peak.nbytes - whole.peak.nbytes) <= 64  # scalars
 
 
 def test_what_is_not_streamed_says_why() -> None:

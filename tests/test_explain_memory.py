@@ -84,6 +84,8 @@ B, T, L, D, V, C = 2, 350, 3, 128, 1009, 100
 KV = D // 2
 FFN = 3 * D
 FP32 = 4
+SCALARS = 16
+"""Bytes of the loss and the gradient that it starts with."""
 LAYER_WEIGHTS = 2 * D * D + 2 * D * KV + 3 * D * FFN + 2 * D + 2 * HEAD_DIM
 
 
@@ -97,7 +99,7 @@ def explained() -> Explanation:
 
 def at(explained: Explanation, loop: str) -> Moment:
     """The moment at which a loop runs."""
-    return next(m for m in explained.graphs[0].memory.moments if m.node == loop)
+    return next(m for m in explained.memory.moments if m.node == loop)
 
 
 @pytest.mark.parametrize("layer", range(1, L + 1))
@@ -112,7 +114,8 @@ def test_layer_inputs_are_one_tensor_a_segment(explained: Explanation, layer: in
 def test_a_stage_has_the_residual_gradient_that_enters_and_that_leaves(
     explained: Explanation, layer: int
 ) -> None:
-    assert at(explained, f"stage{layer}_1").terms()[Term.RESIDUAL_GRADIENT] == 2 * B * T * D * FP32
+    found = at(explained, f"stage{layer}_1").terms()[Term.RESIDUAL_GRADIENT]
+    assert found - SCALARS <= 2 * B * T * D * FP32 <= found
 
 
 @pytest.mark.parametrize("loop", [f"segment{n}" for n in range(1, L + 1)] + ["stage2_1"])
@@ -124,12 +127,9 @@ def test_keys_and_values_are_those_of_one_layer(explained: Explanation, loop: st
 
 
 @pytest.mark.parametrize("layer", range(1, L + 1))
-def test_parameter_gradients_are_those_of_the_layers_so_far(
-    explained: Explanation, layer: int
-) -> None:
-    done = (L - layer + 1) * LAYER_WEIGHTS + V * D + D  # these layers, the head and its norm
+def test_parameter_gradients_are_those_of_one_layer(explained: Explanation, layer: int) -> None:
     found = at(explained, f"stage{layer}_1").terms()[Term.PARAMETER_GRADIENTS]
-    assert found == done * FP32
+    assert found - SCALARS <= LAYER_WEIGHTS * FP32 <= found
 
 
 def test_the_heads_chunk_is_a_few_copies_of_its_logits(explained: Explanation) -> None:
@@ -162,18 +162,18 @@ def test_nothing_but_small_prologues_is_beside_the_named_terms(explained: Explan
 
 
 def test_every_buffer_has_the_size_of_the_tensor_that_it_names(explained: Explanation) -> None:
-    graph = explained.graphs[0]
-    nodes = {
-        node.name: node.meta["val"]
-        for name in ("forward", "backward")
-        for node in graph.graphs[name].graph.nodes
-        if isinstance(node.meta.get("val"), torch.Tensor)
-    }
+    sizes: dict[str, set[int]] = {}
+    for graph in explained.graphs:
+        for name in ("forward", "backward"):
+            for node in graph.graphs[name].graph.nodes:
+                value = node.meta.get("val")
+                if isinstance(value, torch.Tensor):
+                    size = value.numel() * value.element_size()
+                    sizes.setdefault(node.name, set()).add(size)
     checked = 0
-    for moment in graph.memory.moments:
+    for moment in explained.memory.moments:
         for buffer in moment.buffers:
-            value = nodes.get(buffer.name)
-            if value is not None and buffer.term is not Term.PROLOGUE:
-                assert buffer.nbytes == value.numel() * value.element_size(), buffer
+            if buffer.name in sizes and buffer.term not in (Term.PROLOGUE, Term.UNSTREAMED):
+                assert buffer.nbytes in sizes[buffer.name], buffer
                 checked += 1
     assert checked > 100

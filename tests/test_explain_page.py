@@ -78,7 +78,7 @@ def count(page: Page, selector: str) -> int:
 @needs_browser
 def test_each_loop_is_drawn_as_a_loop(page: Page, explained: Explanation) -> None:
     assert page.problems == []
-    regions = explained.graphs[0].regions
+    regions = [region for graph in explained.graphs for region in graph.regions]
     assert count(page, "details.loop") == len(regions) > 8
     assert count(page, "details.loop svg.arrow") == len(regions)
     descending = sum(region.order == "descending" for region in regions)
@@ -89,7 +89,7 @@ def test_each_loop_is_drawn_as_a_loop(page: Page, explained: Explanation) -> Non
 
 @needs_browser
 def test_a_loop_opens_and_shows_its_body(page: Page, explained: Explanation) -> None:
-    regions = explained.graphs[0].regions
+    regions = [region for graph in explained.graphs for region in graph.regions]
     loop = "#loop-" + next(region.name for region in regions if region.order == "descending")
     assert count(page, f"{loop} .inside") == 0
     page.click(f"{loop} > summary")
@@ -135,11 +135,24 @@ def test_an_axis_has_round_steps_of_one_unit(page: Page) -> None:
 
 
 @needs_browser
-def test_layers_with_equal_bodies_are_folded_until_asked_for(page: Page) -> None:
+def test_equal_segments_share_a_row(page: Page) -> None:
+    names = page.value("[...document.querySelectorAll('.layer-name')].map((e) => e.textContent)")
+    assert names == ["segment 0", "segment 1", "segments 2 to 6", "segment 7, head"]
+
+
+@needs_browser
+def test_equal_segments_of_one_graph_are_folded_until_asked_for(
+    page: Page, tmp_path: Path, path: Path
+) -> None:
+    ids = torch.zeros(2, 50, dtype=torch.int64)
+    options = {"chunk_size": 16, "compile_bodies": False, "segments": False}
+    whole = streambp_fx.explain(NanoGPT(layers=5), ids, ids, options=options, peers=())
+    page.open(whole.to_html(tmp_path / "whole.html"))
     hidden = "[...document.querySelectorAll('.layers > .cell')].filter((c) => c.hidden).length"
     assert page.value(hidden) > 0
     page.click("button.unfold")
     wait_for(page, f"{hidden} === 0")
+    page.open(path)
 
 
 @needs_browser
@@ -149,10 +162,9 @@ def test_barriers_are_red_and_at_their_place(page: Page, explained: Explanation)
     assert count(page, ".cell.forward .barrier") == forward
     assert count(page, ".cell.backward .barrier") == 4
     assert count(page, ".barrier") == len(explained.barriers)  # each is told once
-    # The head's loops are the first that read them, in both directions.
-    assert count(page, "#loop-segment6 ~ .barrier") == forward
-    assert count(page, "#loop-stage7_1 ~ .barrier") == 4
-    assert count(page, ".barrier ~ #loop-stage7_0") == 1
+    # They stand with the embedding that they read, in both directions.
+    assert count(page, "#loop-segment0 ~ .barrier") == forward
+    assert count(page, "#loop-stage0 ~ .barrier") == 4
     told = page.value("document.getElementById('known').innerText")
     assert "2 in forward and 4 in backward" in told
     color = "getComputedStyle(document.querySelector('.layers .barrier')).color"
@@ -210,9 +222,9 @@ def test_a_fused_head_says_where_its_backward_is(page: Page, tmp_path: Path) -> 
     ids = torch.zeros(2, 50, dtype=torch.int64)
     options = {"chunk_size": 16, "compile_bodies": False}
     fused = streambp_fx.explain(NanoGPT(layers=1), ids, ids, options=options, peers=())
-    assert fused.graphs[0].head_fused
+    assert fused.graphs[-1].head_fused
     page.open(fused.to_html(tmp_path / "fused.html"))
-    (head,) = [region.name for region in fused.graphs[0].regions if region.head]
+    (head,) = [region.name for region in fused.graphs[-1].regions if region.head]
     note = page.value("document.querySelector('.cell.backward .note').innerText")
     assert f"Runs in the loop of its forward, {head}" in note
     assert page.problems == []

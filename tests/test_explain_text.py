@@ -67,17 +67,19 @@ def rows_of(text: str, loop: str) -> dict[str, str]:
 
 def test_each_body_says_what_it_is_given_and_from_which_lines(text: str) -> None:
     given = rows_of(text, "segment1")
-    assert given["1 chunk"] == "segment0[0]" and given["2 past"] == "keys and values (x2)"
+    assert given["1 chunk"] == "x" and given["2 past"] == "keys and values (x2)"
     (weights,) = [names for how, names in given.items() if how.endswith("whole")]
     assert "blocks.0.norm_1.weight" in weights and re.search(r"and \d+ more$", weights)
     assert re.match(r"own_models\.py:\d+", given["from"])
-    assert any("gradient of blocks.1" in names for names in rows_of(text, "stage2_1").values())
+    assert any("gradient of blocks.0" in names for names in rows_of(text, "stage1_1").values())
 
 
 def test_the_heads_backward_is_said_to_be_in_its_forward(text: str, turned: Explanation) -> None:
     assert "The head's backward runs in the loop of its forward, segment3." in text
-    graph = dataclasses.replace(turned.graphs[0], head_fused=False)
-    apart = dataclasses.replace(turned, graphs=(graph,))
+    graphs = [dataclasses.replace(graph, head_fused=False) for graph in turned.graphs]
+    (capture,) = turned.captures
+    capture = dataclasses.replace(capture, segments=tuple(graphs))
+    apart = dataclasses.replace(turned, captures=(capture,))
     assert "The head's backward" not in to_text(apart)
 
 
@@ -95,7 +97,9 @@ def test_barriers_are_told_by_line_and_direction(
 
 
 def test_a_value_of_the_program_has_the_name_of_its_variable(turned: Explanation) -> None:
-    operands = {o.name for region in turned.graphs[0].regions for o in region.operands}
+    operands = {
+        o.name for graph in turned.graphs for region in graph.regions for o in region.operands
+    }
     assert "positions" in operands
 
 

@@ -17,6 +17,7 @@ from streambp_fx.passes.loops import (
     Along,
     LoopSpec,
     Operand,
+    Place,
     Result,
     chunk_bounds,
     local_range,
@@ -36,7 +37,7 @@ def _spec(
     descending: bool = False,
     extents: tuple[Extent, ...] = (FULL,),
 ) -> LoopSpec:
-    return LoopSpec("loop", extents, tuple(operands), tuple(results), chunk_size, descending)
+    return LoopSpec(Place(0), extents, tuple(operands), tuple(results), chunk_size, descending)
 
 
 def _values(*shape: int) -> Tensor:

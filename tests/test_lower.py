@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule
 from torch.testing import assert_close
 
 from streambp_fx.passes.body import LoopBody
-from streambp_fx.passes.loops import Along, LoopSpec, Result, streambp_loop
+from streambp_fx.passes.loops import Along, LoopSpec, Place, Result, streambp_loop
 from streambp_fx.passes.lower import CompiledBody, compile_count, lower
 from streambp_fx.passes.placement import FULL
 from streambp_fx.passes.run_plan import run_plan
@@ -27,7 +27,9 @@ RESULT = Result(Along(0, 1, FULL))
 def _body(chunk_size: int = 4, scale: float = 2.0, descending: bool = False) -> LoopBody:
     plan = linear_plan(scale)
     plan.results.append(RESULT)
-    spec = LoopSpec("loop", plan.extents(), tuple(plan.operands), (RESULT,), chunk_size, descending)
+    spec = LoopSpec(
+        Place(0), plan.extents(), tuple(plan.operands), (RESULT,), chunk_size, descending
+    )
     return LoopBody(plan, spec, {}, chunk_size)
 
 

@@ -234,4 +234,5 @@ def test_calls_of_two_lengths_are_streamed_both() -> None:
     batch |= {"chosen": chosen, "rejected": rejected[:, : LENGTH - 11].clone()}
     report = check(calls_of_two_lengths, (policy(),), batch, logits_rows=2)
     names = [loop.name for loop in report.loops]
-    assert sum(name.startswith("length1_") for name in names) == len(names) // 2
+    # The heads of both calls are in the last segment, with the second call's layer.
+    assert sum(name.startswith("length1_") for name in names) == 2

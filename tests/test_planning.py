@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, Gemma3TextConfig, Qwen3Config
 from streambp_fx.demo import allocate_gradients
 from streambp_fx.explaining.body_memory import eager_workspace
 from streambp_fx.explaining.peers import CHECKPOINTING, EAGER, switch_on_checkpointing
-from streambp_fx.explaining.step_memory import predict
-from streambp_fx.explaining.trace import trace
+from streambp_fx.explaining.trace import Traced
 from streambp_fx.measure import memory_use
 from streambp_fx.options import Options
 from streambp_fx.planning import BUNDLED, ConfigError, Plan, PlanningError, Setting, plan
@@ -37,7 +36,7 @@ from streambp_fx.planning.timelines import (
     Instant,
     Timeline,
     plain_timeline,
-    streamed_history,
+    streamed_step,
     streamed_timeline,
 )
 
@@ -76,7 +75,8 @@ def step_peak(config: Any, chosen: Setting, way: str, tokens: int) -> int:
     """The peak of a step of all layers of ``config``, traced at this very length."""
     model, batch = build(config, torch.float32), batch_of(chosen, tokens)
     if way == STREAMED:
-        timeline = streamed_timeline(streamed_history(PROGRAMS["sft"], model, batch), 300, 100)
+        step = streamed_step(PROGRAMS["sft"], model, batch, keeps_gradients=chosen.keeps_gradients)
+        timeline = streamed_timeline(step, 300, 100)
     else:
         timeline = plain_timeline(
             PROGRAMS["sft"],
@@ -147,12 +147,12 @@ def test_the_longest_sequence_fits_and_one_more_token_does_not() -> None:
 def test_chunk_sizes_set_afterwards_are_those_of_a_trace_with_them() -> None:
     model, batch = build(qwen(3), torch.float32), batch_of(setting(), 1000)
     options = Options(chunk_size=170, head_chunk_size=70, on_barrier="ignore")
-    (traced,) = trace(PROGRAMS["sft"], (model, batch), {}, options)
-    expected = predict(traced, eager_workspace).peak.nbytes
-    history = streamed_history(PROGRAMS["sft"], model, batch)
+    traced = Traced(PROGRAMS["sft"], (model, batch), {}, options)
+    expected = traced.memory(eager_workspace).peak.nbytes
+    step = streamed_step(PROGRAMS["sft"], model, batch, keeps_gradients=True)
     peaks = []
     for sizes in ((170, 70), (340, 70), (170, 1000)):
-        timeline = streamed_timeline(history, *sizes)
+        timeline = streamed_timeline(step, *sizes)
         instants = (*timeline.forward, *timeline.backward)
         peaks.append(max(sum(instant.terms.values()) for instant in instants))
     assert peaks[0] == expected

@@ -128,18 +128,23 @@ def _print(found: Explanation, written: dict[Path, list[Path]]) -> None:
 
 
 def _write_graphs(found: Explanation, folder: Path) -> list[Path]:
-    """``captured.py`` and ``captured.txt`` and so on; of a second graph, ``1.captured.py``."""
+    """``captured.py`` and ``captured.txt`` and so on, of segments ``segment1.rewritten.py``.
+
+    Of a second graph that Dynamo captured, ``graph1.captured.py``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for number, graph in enumerate(found.graphs):
-        for name in graph.graphs:
-            stem = f"{number}.{name}" if number else name
-            texts = {".txt": graph.print_readable(name, print_output=False)}
-            texts[".py"] = graph.python(name)
-            for suffix, text in texts.items():
-                path = folder / f"{stem}{suffix}"
-                path.write_text(text, encoding="utf-8")
-                paths.append(path)
+    for number, capture in enumerate(found.captures):
+        start = f"graph{number}." if number else ""
+        shown = {start: capture, **{f"{start}segment{s.segments[0]}.": s for s in capture.segments}}
+        for prefix, graphs in shown.items():
+            for name in graphs.graphs:
+                texts = {".txt": graphs.print_readable(name, print_output=False)}
+                texts[".py"] = graphs.python(name)
+                for suffix, text in texts.items():
+                    path = folder / f"{prefix}{name}{suffix}"
+                    path.write_text(text, encoding="utf-8")
+                    paths.append(path)
     return paths
 
 

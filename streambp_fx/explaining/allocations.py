@@ -52,7 +52,8 @@ class AllocationCounter(TorchDispatchMode):
     def include(self, values: Any) -> None:
         """Count the storages of the tensors in ``values`` that are not known yet."""
         for leaf in pytree.tree_leaves(values):
-            if isinstance(leaf, Tensor):
+            # What a deferred tensor knows of itself is on the meta device, and takes no memory.
+            if isinstance(leaf, Tensor) and leaf.device.type != "meta":
                 self._watch(leaf, leaf.untyped_storage().nbytes())
 
     def _watch(self, tensor: Tensor, size: int) -> None:
@@ -61,12 +62,18 @@ class AllocationCounter(TorchDispatchMode):
             return
         self._known[key] = weakref.finalize(tensor.untyped_storage(), self._drop, key, size)
         self.alive += size
-        self.course.append(self.alive)
         self.peak = max(self.peak, self.alive)
+        self._allocated(key, size)
 
     def _drop(self, key: int, size: int) -> None:
         del self._known[key]
         self.alive -= size
+        self._freed(key)
+
+    def _allocated(self, key: int, size: int) -> None:
+        self.course.append(self.alive)
+
+    def _freed(self, key: int) -> None:
         self.course.append(self.alive)
 
 

@@ -14,19 +14,42 @@ import ast
 import builtins
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from streambp_fx._torch import active_fake_mode, disable_current_modes
+
 from ..passes.body import LoopBody
 from ..passes.lower_only import lower_only
 from .allocations import peak_of
 
+Workspace = Callable[[LoopBody, Sequence[Any]], int]
+"""``workspace(body, inputs)``: the most bytes that one call of a body allocates, results too."""
+
 
 def eager_workspace(body: LoopBody, inputs: Sequence[Any]) -> int:
     """The most bytes of a call of ``body`` that runs op by op."""
-    return peak_of(lambda: body(*inputs), _tensors(inputs))
+    # Under a recorder's mode too, each op would be counted twice.
+    mode = active_fake_mode()
+    with disable_current_modes(), mode or nullcontext():
+        return peak_of(lambda: body(*inputs), _tensors(inputs))
+
+
+def remembered(workspace: Workspace) -> Workspace:
+    """``workspace``, asked once for a body and inputs of one kind."""
+    known: dict[Any, int] = {}
+
+    def found(body: LoopBody, inputs: Sequence[Any]) -> int:
+        shapes = [value.shape if isinstance(value, Tensor) else value for value in inputs]
+        key = (body.key, *shapes)
+        if key not in known:
+            known[key] = workspace(body, inputs)
+        return known[key]
+
+    return found
 
 
 class CompiledWorkspace:

@@ -14,7 +14,7 @@ from .step_memory import Moment
 from .terms import Term
 
 if TYPE_CHECKING:
-    from .explanation import ExplainedGraph, Explanation
+    from .explanation import Capture, ExplainedGraph, Explanation
 
 COURSE_POINTS = 600
 """How many points of a course of memory a reader is given at most."""
@@ -36,12 +36,27 @@ def as_data(explanation: Explanation) -> dict[str, Any]:
             "terms": {str(term): size for term, size in peak.terms().items()},
         },
         "peers": dict(explanation.peers),
-        "graphs": [_graph(graph) for graph in explanation.graphs],
+        "captures": [_capture(capture) for capture in explanation.captures],
+        "graphs": [
+            _graph(graph) | {"capture": number}
+            for number, capture in enumerate(explanation.captures)
+            for graph in capture.segments
+        ],
+    }
+
+
+def _capture(capture: Capture) -> dict[str, Any]:
+    return {
+        "barriers": [_barrier(barrier) for barrier in capture.barriers],
+        "notes": list(capture.notes),
+        "seconds": dict(capture.seconds),
+        "graphs": list(capture.graphs),
     }
 
 
 def _graph(graph: ExplainedGraph) -> dict[str, Any]:
     return {
+        "segments": list(graph.segments),
         "unstreamed": graph.unstreamed,
         "head_fused": graph.head_fused,
         "loops": [_loop(region) for region in graph.regions],
@@ -55,7 +70,7 @@ def _graph(graph: ExplainedGraph) -> dict[str, Any]:
 
 
 def _loop(region: Region) -> dict[str, Any]:
-    data = dataclasses.asdict(region) | {"layer": region.layer}
+    data = dataclasses.asdict(region)
     for operand in data["operands"]:
         operand["shape"] = list(operand["shape"])
         operand["dtype"] = dtype_name(operand["dtype"])
@@ -72,18 +87,17 @@ def dtype_name(dtype: object) -> str | None:
 
 
 def changing_moments(explanation: Explanation) -> list[Moment]:
-    """The moments of all graphs in order, without those at which memory is as it was before.
+    """The moments of a step in order, without those at which memory is as it was before.
 
     A step ends with what it began with: the gradients that backward returned have been added to
     those of the parameters, which count nothing.
     """
     found: list[Moment] = []
-    for graph in explanation.graphs:
-        moments = graph.memory.moments
-        end = [Moment("the end", True, ())] if moments and moments[-1].backward else []
-        for moment in [*moments, *end]:
-            if not found or moment.terms() != found[-1].terms():
-                found.append(moment)
+    moments = explanation.memory.moments
+    end = [Moment("the end", True, ())] if moments and moments[-1].backward else []
+    for moment in [*moments, *end]:
+        if not found or moment.terms() != found[-1].terms():
+            found.append(moment)
     return found
 
 

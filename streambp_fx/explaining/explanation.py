@@ -12,63 +12,28 @@ from torch.fx import GraphModule
 
 from streambp_fx._torch import pytree
 
+from ..backend import Compilation
 from ..options import parse_options
 from ..passes.barrier import Barrier
 from ..passes.causal_masks import MaskReport
 from ..passes.pipeline import History
-from .body_memory import CompiledWorkspace, eager_workspace
+from .body_memory import CompiledWorkspace, Workspace, eager_workspace
 from .body_text import bodies
 from .peers import CHECKPOINTING, COMPILED, EAGER, PeerMemory, peer_memory
 from .progress import progress
 from .proofs import AttentionProof, attention_proofs
 from .regions import Region, regions
-from .step_memory import Moment, StepMemory, Workspace, predict
-from .trace import trace
+from .step_memory import Moment, StepMemory
+from .trace import Traced
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-@dataclass(frozen=True)
-class ExplainedGraph:
-    """One graph that Dynamo captured.
+class Graphs:
+    """Graphs by name, ``graphs``, that can be printed and run."""
 
-    regions
-        The loops, in the order in which they run.
-    bodies
-        The ops of each distinct loop body as lines of text, by `Region.body`.
-    barriers
-        Ops that run whole, with the user's source line, the reason and the bytes.
-    attentions
-        What is known of the mask of each attention, and how.
-    masks
-        The reports of the pass that simplifies masks, of forward and backward.
-    notes
-        Attention that stays written out, and choices of kernels that are not honoured.
-    unstreamed
-        Why nothing is streamed, or ``None``.
-    head_fused
-        Whether forward and backward of the head are one loop.
-    memory
-        What is alive at each moment of a step.
-    graphs
-        ``captured`` by Dynamo; after each pass that works in place, by its name; ``rewritten``:
-        the joint graph with loops; ``forward`` and ``backward``: its halves.
-    seconds
-        Time of each pass.
-    """
-
-    regions: tuple[Region, ...]
-    bodies: Mapping[str, tuple[str, ...]] = field(repr=False)
-    barriers: tuple[Barrier, ...]
-    attentions: tuple[AttentionProof, ...]
-    masks: tuple[MaskReport, ...]
-    notes: tuple[str, ...]
-    unstreamed: str | None
-    head_fused: bool
-    memory: StepMemory = field(repr=False)
-    graphs: Mapping[str, GraphModule] = field(repr=False)
-    seconds: Mapping[str, float] = field(repr=False)
+    graphs: Mapping[str, GraphModule]
 
     def print_readable(self, name: str, *, print_output: bool = True) -> str:
         """The graph called ``name``, with shapes and the user's source lines.
@@ -94,6 +59,71 @@ class ExplainedGraph:
 
 
 @dataclass(frozen=True)
+class ExplainedGraph(Graphs):
+    """The joint graph of a segment, or of several equal ones.
+
+    segments
+        The numbers of the segments of which it is the graph, counted from the program's input.
+        What is said of loops, operands and values is said of the first of them.
+    regions
+        The loops, in the order in which they run.
+    bodies
+        The ops of each distinct loop body as lines of text, by `Region.body`.
+    barriers
+        Ops that run whole, with the user's source line, the reason and the bytes.
+    attentions
+        What is known of the mask of each attention, and how.
+    masks
+        The reports of the pass that simplifies masks, of forward and backward.
+    notes
+        Attention that stays written out, and choices of kernels that are not honoured.
+    unstreamed
+        Why nothing is streamed, or ``None``.
+    head_fused
+        Whether forward and backward of the head are one loop.
+    graphs
+        ``captured``: the segment of Dynamo's graph; after each pass that works in place, by its
+        name; ``rewritten``: the joint graph with loops; ``forward`` and ``backward``: its halves.
+    seconds
+        Time of each pass.
+    """
+
+    segments: tuple[int, ...]
+    regions: tuple[Region, ...]
+    bodies: Mapping[str, tuple[str, ...]] = field(repr=False)
+    barriers: tuple[Barrier, ...]
+    attentions: tuple[AttentionProof, ...]
+    masks: tuple[MaskReport, ...]
+    notes: tuple[str, ...]
+    unstreamed: str | None
+    head_fused: bool
+    graphs: Mapping[str, GraphModule] = field(repr=False)
+    seconds: Mapping[str, float] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Capture(Graphs):
+    """A graph that Dynamo captured, as a chain of segments.
+
+    graphs
+        ``captured`` by Dynamo; after each pass on it, by its name; ``chain``: what calls segments.
+    segments
+        The distinct graphs of its segments, in the order of their first ones.
+    barriers
+        What is returned whole, with the user's source line, the reason and the bytes.
+    notes
+        Attention that stays written out, choices of kernels that are not honoured, and where it is
+        not cut.
+    """
+
+    graphs: Mapping[str, GraphModule] = field(repr=False)
+    segments: tuple[ExplainedGraph, ...]
+    barriers: tuple[Barrier, ...]
+    notes: tuple[str, ...]
+    seconds: Mapping[str, float] = field(repr=False)
+
+
+@dataclass(frozen=True)
 class Explanation:
     """What `explain` found; prints as tables, in a terminal and in a notebook.
 
@@ -101,8 +131,10 @@ class Explanation:
         What was explained: its name, and the shapes and dtypes of its arguments.
     options
         Of the backend, as given.
-    graphs
-        One for each graph that Dynamo captures; more than one after graph breaks.
+    captures
+        The graphs that Dynamo captures; more than one after graph breaks.
+    memory
+        What is alive at each moment of a step.
     peers
         Peak bytes that the same step takes in eager, with gradient checkpointing and with
         ``torch.compile``; why not, where that could not be found.
@@ -112,24 +144,26 @@ class Explanation:
 
     program: str
     options: Mapping[str, Any]
-    graphs: tuple[ExplainedGraph, ...]
+    captures: tuple[Capture, ...]
+    memory: StepMemory = field(repr=False)
     peers: Mapping[str, int | str]
     peer_courses: Mapping[str, tuple[int, ...]] = field(repr=False)
 
     @property
     def peak(self) -> Moment:
-        """The moment of a step at which most bytes are allocated, above those at its start.
+        """The moment of a step at which most bytes are allocated, above those at its start."""
+        return self.memory.peak
 
-        Each graph is counted alone. After a graph break more is allocated: what the other graphs
-        keep for their backward.
-        """
-        peaks = [graph.memory.peak for graph in self.graphs if graph.memory.moments]
-        return max(peaks, key=lambda moment: moment.nbytes)
+    @property
+    def graphs(self) -> tuple[ExplainedGraph, ...]:
+        """The distinct graphs of all segments."""
+        return tuple(graph for capture in self.captures for graph in capture.segments)
 
     @property
     def barriers(self) -> tuple[Barrier, ...]:
-        """The barriers of all graphs."""
-        return tuple(barrier for graph in self.graphs for barrier in graph.barriers)
+        """The barriers of all graphs; those of equal segments once."""
+        found = [barrier for capture in self.captures for barrier in capture.barriers]
+        return (*found, *(barrier for graph in self.graphs for barrier in graph.barriers))
 
     @property
     def streams_everything(self) -> bool:
@@ -218,13 +252,12 @@ def explain(
         workspace = CompiledWorkspace(dict(parsed.inductor))
     with progress(on_progress, 3 + len(peers)) as report:
         report("tracing")
-        histories = trace(
-            program, args, kwargs, parsed, lambda history: report("the passes have run")
-        )
-        if not histories:
+        traced = Traced(program, args, kwargs, parsed, lambda: report("the passes have run"))
+        if not traced.captures:
             raise NothingCapturedError("Dynamo captured no graph: the program calls no torch op")
         report("predicting memory")
-        graphs = tuple(_explained(history, workspace) for history in histories)
+        memory = traced.memory(workspace)
+        captures = tuple(map(_capture, traced.captures))
         peaks: dict[str, int | str] = {}
         courses: dict[str, tuple[int, ...]] = {}
         for peer in peers:
@@ -235,11 +268,29 @@ def explain(
             else:
                 peaks[peer] = found
     described = _describe(program, args, kwargs)
-    return Explanation(described, dict(options or {}), graphs, peaks, courses)
+    return Explanation(described, dict(options or {}), captures, memory, peaks, courses)
 
 
-def _explained(history: History, workspace: Workspace) -> ExplainedGraph:
+def _capture(compilation: Compilation) -> Capture:
+    segments: dict[int, list[int]] = {}
+    for number, history in enumerate(compilation.segments):
+        segments.setdefault(id(history), []).append(number)
+    found = compilation.history
+    return Capture(
+        dict(found.graphs),
+        tuple(
+            _explained(compilation.segments[numbers[0]], tuple(numbers))
+            for numbers in segments.values()
+        ),
+        tuple(found.barriers),
+        tuple(found.notes),
+        dict(found.seconds),
+    )
+
+
+def _explained(history: History, segments: tuple[int, ...]) -> ExplainedGraph:
     return ExplainedGraph(
+        segments,
         tuple(regions(history)),
         bodies(history),
         tuple(history.barriers),
@@ -248,7 +299,6 @@ def _explained(history: History, workspace: Workspace) -> ExplainedGraph:
         tuple(history.notes),
         history.unstreamed,
         history.head_fused,
-        predict(history, workspace),
         dict(history.graphs),
         dict(history.seconds),
     )

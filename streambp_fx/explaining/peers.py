@@ -15,20 +15,17 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from streambp_fx._torch import FakeTensorMode, GraphLowering, ShapeEnv, inductor_config, pytree
 
 from ..passes.lower_only import NOT_NEEDED, without_compiling
 from .allocations import AllocationCounter
 from .body_memory import without_kernels
+from .loss import loss_of
 from .trace import tensors_of, with_own_cache, without_data
 
 EAGER, CHECKPOINTING, COMPILED = "eager", "gradient checkpointing", "torch.compile"
-
-
-class NoLossError(ValueError):
-    """The program returns nothing that a backward could start from."""
 
 
 @dataclass(frozen=True)
@@ -98,28 +95,6 @@ def _step(program: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     loss = loss_of(program(*args, **kwargs))
     if loss is not None:
         loss.backward()
-
-
-def loss_of(outputs: Any) -> Tensor | None:
-    """The scalar that a training loop differentiates; ``None`` without gradients.
-
-    The output itself, its attribute or item ``loss``, or the first of several.
-
-    Raises:
-        NoLossError: there is none.
-    """
-    if not torch.is_grad_enabled():
-        return None
-    found = getattr(outputs, "loss", None)
-    if found is None and isinstance(outputs, Mapping):
-        found = outputs.get("loss")
-    if found is None:
-        found = next(iter(pytree.tree_leaves(outputs)), None)
-    if isinstance(found, Tensor) and found.numel() == 1:
-        return found if found.requires_grad else None
-    raise NoLossError(
-        "the program returns no scalar loss: neither itself, nor as `loss`, nor first of several"
-    )
 
 
 def switch_on_checkpointing(modules: Sequence[nn.Module]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -41,6 +40,8 @@ class Operand:
 class Region:
     """One loop.
 
+    layer
+        The number of the segment that it belongs to, counted from the model's input.
     body
         The name of its body; loops with the same one share compiled code.
     chunks
@@ -52,6 +53,7 @@ class Region:
     """
 
     name: str
+    layer: int
     backward: bool
     head: bool
     body: str
@@ -64,19 +66,12 @@ class Region:
     results: tuple[str, ...]
     sources: tuple[str, ...]
 
-    @property
-    def layer(self) -> int:
-        """The number of the segment that it belongs to, counted from the model's input."""
-        number = _LAYER.match(self.name)
-        return int(number[1]) if number else 0
-
 
 # Where calls of attention say whether a chunk reads the past alone.
 _CAUSAL = {
     streambp.attention_chunk.default: 6,
     streambp.attention_chunk_backward.default: 11,
 }
-_LAYER = re.compile(r"(?:length\d+_)?[a-z]+(\d+)")
 
 
 def regions(history: History) -> list[Region]:
@@ -99,6 +94,7 @@ def _regions_of(
         length = _int(loop.args[1])
         yield Region(
             spec.name,
+            spec.place.segment,
             backward,
             spec.head,
             bodies.setdefault(body.key, spec.name),

@@ -30,7 +30,7 @@ import torch
 from torch import device
 
 import streambp_fx.ops  # registers torch.ops.streambp
-from streambp_fx.passes.loops import Along, LoopSpec, Operand, Result
+from streambp_fx.passes.loops import Along, LoopSpec, Operand, Place, Result
 from streambp_fx.passes.placement import Extent
 '''
 _LOOP_HEADER = """
@@ -44,6 +44,9 @@ class Body:
     def __call__(self, *inputs):
         return self.run(*inputs)
 """
+_CALL = """
+    def __call__(self, *inputs):
+        return self.forward(*inputs)"""
 _IN_HEADER = {"torch", "device", "inf", "nan"}
 
 
@@ -54,22 +57,34 @@ def to_python(graph_module: GraphModule, title: str = "One graph of streambp.") 
         ValueError: the graph calls something, or holds a constant, that can not be written.
     """
     imports: dict[str, str] = {}
-    functions: list[str] = []
+    parts: list[str] = []
+    program = _class(graph_module, "Program", imports, parts)
+    extra = "".join(f"{line}\n" for line in imports.values())
+    header = _HEADER.format(title=title) + extra
+    if any(part.startswith("def run_") for part in parts):
+        header += _LOOP_HEADER
+    return header + "".join(f"\n\n{part}\n" for part in (*parts, program))
+
+
+def _class(graph_module: GraphModule, name: str, imports: dict[str, str], parts: list[str]) -> str:
+    """The text of a class with the graph as ``forward``; what it needs is added to ``parts``."""
     attributes: list[str] = []
-    for name in dict.fromkeys(
-        str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")
-    ):
-        value = getattr(graph_module, name)
+    nodes = graph_module.graph.nodes
+    held = (str(node.target) for node in nodes if node.op in ("get_attr", "call_module"))
+    for attribute in dict.fromkeys(held):
+        value = getattr(graph_module, attribute)
         if isinstance(value, LoopBody):
-            functions.append(_function(value.trace()[0], f"run_{name}", imports))
-            attributes.append(f"{name} = Body(run_{name}, {value.spec!r})")
+            parts.append(_function(value.trace()[0], f"run_{attribute}", imports))
+            attributes.append(f"{attribute} = Body(run_{attribute}, {value.spec!r})")
+        elif isinstance(value, GraphModule):
+            called = f"{name}_{attribute}"
+            parts.append(f"{_class(value, called, imports, parts)}\n{_CALL}")
+            attributes.append(f"{attribute} = {called}()")
         else:
-            attributes.append(f"{name} = {_constant(name, value)}")
+            attributes.append(f"{attribute} = {_constant(attribute, value)}")
     method = _code(graph_module, imports)
     body = textwrap.indent("\n".join([*attributes, "", method] if attributes else [method]), "    ")
-    extra = "".join(f"{line}\n" for line in imports.values())
-    loops = _LOOP_HEADER + "".join(f"\n\n{text}\n" for text in functions) if functions else ""
-    return f"{_HEADER.format(title=title)}{extra}{loops}\n\nclass Program:\n{body}\n"
+    return f"class {name}:\n{body}"
 
 
 def _function(graph_module: GraphModule, name: str, imports: dict[str, str]) -> str:

@@ -1,34 +1,30 @@
-"""Predict the memory of a training step from its rewritten graphs, without running it.
+"""Predict the memory of a training step by running it on tensors without data.
 
-The graphs are walked node by node on fake tensors, as the backend runs them: a value is dropped
-after its last use, a loop holds the results that it concatenates, and what one call of its body
-allocates comes and goes with each chunk. Bytes are counted above those at the step's start, with
-the parameters' gradients allocated, which is how a step is measured.
+The compiled step runs as it does on real ones, autograd engine, hooks and accumulation of gradients
+included, but that of each loop only the largest chunk runs, and allocates alone. Bytes are counted
+above those at the step's start, with the parameters' gradients allocated, which is how a step is
+measured.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
-from torch.fx.node import map_arg
 
-from streambp_fx._torch import FakeTensorMode, pytree, storage_id
-
-from ..passes.body import LoopBody
-from ..passes.dataflow import is_tangent
 from ..passes.loops import StreamLoop, chunk_bounds, chunk_inputs, chunk_ranges
+from ..passes.lower import interpreter
 from ..passes.pipeline import History
 from ..passes.placement import hint_of
-from .terms import Term, body_of, label
-
-Workspace = Callable[[LoopBody, Sequence[Any]], int]
-"""``workspace(body, inputs)``: the most bytes that one call of a body allocates, results too."""
+from .allocations import AllocationCounter
+from .body_memory import Workspace, remembered
+from .terms import Term, body_of, label_halves
 
 
 @dataclass(frozen=True)
@@ -73,160 +69,201 @@ class StepMemory:
         return max(self.moments, key=lambda moment: moment.nbytes)
 
 
-def predict(history: History, workspace: Workspace) -> StepMemory:
-    """The memory of one step of a graph: its forward, and its backward if it has one.
+class StepRecorder(AllocationCounter):
+    """Notes what is alive at each moment of a step, while it is on.
 
-    Outputs other than what backward needs are dropped when forward has returned, as by
-    ``model(...).loss.backward()``.
+    Args:
+        workspace: the memory of a body's call.
+        older: tensors that are there when the step starts; they count nothing.
     """
-    forward, backward = history.graphs["forward"], history.graphs.get("backward")
-    memory = StepMemory()
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-        walk = _Walk(memory, workspace)
-        terms = label(forward, False, {}, history.parameters)
-        inputs = [_fake(node) for node in forward.graph.find_nodes(op="placeholder")]
-        walk.ignore(inputs)
-        results = walk.run(forward, inputs, False, terms)
-        if backward is None:
-            return memory
-        placeholders = backward.graph.find_nodes(op="placeholder")
-        # What is saved goes by its name: sizes come last in one graph, and first in the other.
-        returned: Any = forward.graph.output_node().args[0]
-        made = {node.name: (node, value) for node, value in zip(returned, results, strict=True)}
-        saved = {node: made[node.name] for node in placeholders if not is_tangent(node)}
-        walk.keep([value for _, value in saved.values()])
-        known = {node.name: terms[source] for node, (source, _) in saved.items() if source in terms}
-        inputs = [saved[node][1] if node in saved else _fake(node) for node in placeholders]
-        walk.run(backward, inputs, True, label(backward, True, known, history.parameters))
-    return memory
 
-
-def _fake(node: Node) -> Any:
-    value = node.meta.get("val")
-    if isinstance(value, Tensor):
-        shape, stride = tuple(map(hint_of, value.shape)), tuple(map(hint_of, value.stride()))
-        return torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device)
-    return hint_of(value) if isinstance(value, torch.SymInt) else value
-
-
-class _Walk:
-    """Follows which storages are alive."""
-
-    def __init__(self, memory: StepMemory, workspace: Workspace) -> None:
-        self.memory = memory
-        self.workspace = workspace
+    def __init__(self, workspace: Workspace, older: list[Tensor]) -> None:
+        super().__init__(older)
+        self.memory = StepMemory()
+        self.workspace = remembered(workspace)
+        self.backward = False
         self.buffers: dict[int, Buffer] = {}
-        self.users: Counter[int] = Counter()
-        self.older: dict[int, int] = {}
-        self.held: list[Any] = []
-        self.workspaces: dict[tuple[Any, ...], int] = {}
+        self.expected: list[_Segment] = []
+        self._source: tuple[str, Term] | None = None
+        self._on = False
 
-    def ignore(self, values: Any) -> None:
-        """Storages that are older than the step count nothing."""
-        self.held.append(values)
-        self.older.update(_storages(values))
+    def expect(self, segments: Sequence[History]) -> None:
+        """Let the graphs of a chain run while this records: what was found in its segments."""
+        found: dict[int, _Segment] = {}
+        for number, history in enumerate(segments):
+            segment = found.setdefault(id(history), _Segment(history, number))
+            segment.to_run.append(number)
+        self.expected += found.values()
 
-    def keep(self, values: Any) -> None:
-        """Drop all buffers but those of ``values``."""
-        kept = _storages(values)
-        self.buffers = {key: buffer for key, buffer in self.buffers.items() if key in kept}
-        self.users.clear()
+    def segment_of(self, graph_module: GraphModule) -> _Segment:
+        """The segment of which a graph is the forward or the backward."""
+        for segment in self.expected:
+            if any(one is graph_module for one in segment.history.graphs.values()):
+                return segment
+        raise LookupError("a graph runs that was not expected")
 
-    def run(
-        self,
-        graph_module: GraphModule,
-        inputs: Sequence[Any],
-        backward: bool,
-        terms: dict[Node, Term],
-    ) -> Sequence[Any]:
-        """Walk one graph and return its results."""
-        last = Interpreter(graph_module).user_to_last_uses
-        values: dict[Node, Any] = {}
-        waiting = iter(inputs)
-        for node in graph_module.graph.nodes:
-            if node.op == "output":
-                break
-            if node.op == "placeholder":
-                values[node] = next(waiting)
-            elif node.op == "get_attr":
-                values[node] = getattr(graph_module, str(node.target))
-            elif isinstance(node.target, StreamLoop):
-                length, *operands = map_arg(list(node.args[1:]), values.__getitem__)
-                values[node] = self._loop(node, length, operands, backward, terms)
-            else:
-                args = map_arg(node.args, values.__getitem__)
-                kwargs = map_arg(node.kwargs, values.__getitem__)
-                values[node] = node.target(*args, **kwargs)
-            self._add(node, values[node], terms)
-            self._record(node.name, backward)
-            for dead in last.get(node, ()):
-                self._drop(values.pop(dead))
-        results: Any = graph_module.graph.output_node().args[0]
-        return list(map_arg(results, values.__getitem__))
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Have graphs run without computing, and their memory noted.
 
-    def _add(self, node: Node, value: Any, terms: dict[Node, Term]) -> None:
-        """Note one more user of the storages of ``value``, and those that are new."""
-        parts = {result.args[1]: result for result in node.users} if _is_loop(node) else {}
-        values = list(value) if parts else [value]
-        for index, part in enumerate(values):
-            source = parts.get(index, node)
-            for key, size in _storages(part).items():
-                if key in self.older:
-                    continue
-                self.users[key] += 1
-                term = terms.get(source, Term.PROLOGUE)
-                self.buffers.setdefault(key, Buffer(source.name, term, size))
+        What runs between them is noted where the recorder is `on`, as it is not from the start:
+        Dynamo runs no compiled code where a mode is.
+        """
+        token = interpreter.set(lambda graph_module: _Recording(graph_module, self))
+        try:
+            yield
+        finally:
+            interpreter.reset(token)
 
-    def _drop(self, value: Any) -> None:
-        for key in _storages(value):
-            self.users[key] -= 1
-            if self.users[key] <= 0:
-                self.buffers.pop(key, None)
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Note what runs; once is enough."""
+        if self._on:
+            yield
+            return
+        self._on = True
+        try:
+            with self:
+                yield
+        finally:
+            self._on = False
 
-    def _record(self, name: str, backward: bool, *passing: Buffer) -> None:
-        self.memory.moments.append(Moment(name, backward, (*self.buffers.values(), *passing)))
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        between = self._source is None
+        before = self.alive
+        if between:
+            term = Term.RESIDUAL_GRADIENT if self.backward else Term.PROLOGUE
+            self._source = (str(func), term)
+        try:
+            results = super().__torch_dispatch__(func, types, args, kwargs)
+            if between and self.alive > before:
+                self.note(str(func))
+            return results
+        finally:
+            if between:
+                self._source = None
 
-    def _loop(
-        self, loop: Node, length: int, operands: list[Any], backward: bool, terms: dict[Node, Term]
-    ) -> tuple[Any, ...]:
+    def _allocated(self, key: int, size: int) -> None:
+        if size and self._source is not None:
+            self.buffers[key] = Buffer(*self._source, size)
+
+    def _freed(self, key: int) -> None:
+        self.buffers.pop(key, None)
+
+    @contextmanager
+    def making(self, name: str, term: Term) -> Iterator[None]:
+        """What is allocated meanwhile is called ``name``."""
+        before, self._source = self._source, (name, term)
+        try:
+            yield
+        finally:
+            self._source = before
+
+    def note(self, name: str, *passing: Buffer) -> None:
+        """Note a moment, at which there are ``passing`` besides the buffers alive."""
+        self.memory.moments.append(Moment(name, self.backward, (*self.buffers.values(), *passing)))
+
+
+@dataclass
+class _Segment:
+    """A segment, or several equal ones, of which the first has the number after which loops go.
+
+    to_run, to_return
+        The numbers of those whose forward, and whose backward, are still to run.
+    """
+
+    history: History
+    first: int
+    to_run: list[int] = field(default_factory=list)
+    to_return: list[int] = field(default_factory=list)
+    _terms: dict[Node, Term] = field(default_factory=dict)
+
+    def enter(self, graph_module: GraphModule) -> int:
+        """How much higher the number of the one that runs now is than the first."""
+        if graph_module is self.history.graphs["forward"]:
+            number = self.to_run.pop(0) if self.to_run else self.first
+            self.to_return.append(number)
+        else:
+            number = self.to_return.pop() if self.to_return else self.first
+        return number - self.first
+
+    def terms(self) -> dict[Node, Term]:
+        """The terms of the values of both halves."""
+        if not self._terms:
+            graphs = self.history.graphs
+            forward, backward = graphs["forward"], graphs.get("backward")
+            for labels in label_halves(forward, backward, self.history.parameters):
+                self._terms.update(labels)
+        return self._terms
+
+
+class _Recording(Interpreter):
+    """Runs a graph on tensors without data, and notes what it allocates."""
+
+    def __init__(self, graph_module: GraphModule, recorder: StepRecorder) -> None:
+        super().__init__(graph_module)
+        self.recorder = recorder
+        segment = recorder.segment_of(graph_module)
+        self.since = segment.enter(graph_module)
+        self.terms = segment.terms()
+
+    def boxed_run(self, args_list: list[Any]) -> Any:
+        with self.recorder.on(), torch.no_grad():
+            self.recorder.include(args_list)
+            return super().boxed_run(args_list)
+
+    def run_node(self, n: Node) -> Any:
+        if n.op != "call_function":
+            return super().run_node(n)
+        recorder = self.recorder
+        if isinstance(n.target, StreamLoop):
+            return self._loop(n)
+        recorder.peak = recorder.alive
+        with recorder.making(n.name, self.terms.get(n, Term.PROLOGUE)):
+            result = super().run_node(n)
+        passing = recorder.peak - recorder.alive
+        recorder.note(n.name, *([Buffer(n.name, Term.UNSTREAMED, passing)] if passing else []))
+        return result
+
+    def _loop(self, loop: Node) -> tuple[Any, ...]:
         """The results of a loop; its largest chunk is a moment of its own."""
+        recorder = self.recorder
+        (_, length, *operands), _ = self.fetch_args_kwargs_from_env(loop)
         body, spec = body_of(loop), loop.meta["loop"]
+        name = spec.of_later_segment(self.since).name
+        self.recorder.backward = spec.place.backward
         bounds = list(chunk_bounds(length, spec.chunk_size, spec.descending))
         start, end = max(bounds, key=lambda bound: (bound[1] - bound[0], bound[1]))
         ranges = chunk_ranges(spec, length, start, end)
-        inputs = chunk_inputs(spec, length, operands, ranges)
-        given = _storages(operands)
-        copies = sum(size for key, size in _storages(inputs).items() if key not in given)
-        key = (body.key, start, end, length)
-        if key not in self.workspaces:
-            self.workspaces[key] = self.workspace(body, inputs)
-        workspace = copies + self.workspaces[key]
-        passing = [Buffer(spec.name, Term.HEAD if spec.head else Term.CHUNK, workspace)]
-        results = []
-        getitems = {result.args[1]: result for result in loop.users}
-        for index, (result, like) in enumerate(zip(spec.results, loop.meta["val"], strict=True)):
+        results = [] if len(bounds) == 1 else self._concatenated(loop)
+        term = Term.HEAD if spec.head else Term.CHUNK
+        with recorder.making(name, term):
+            inputs = chunk_inputs(spec, length, operands, ranges)
+            passing = recorder.workspace(body, inputs)
+            recorder.note(name, Buffer(name, term, passing))
+        del inputs
+        results = results or self._concatenated(loop)
+        for index, result in enumerate(spec.results):
             if result.buffer is not None:
                 total = operands[result.buffer]
-                results.append(total if result.dtype is None else total.to(result.dtype))
-                continue
-            shape = tuple(map(hint_of, like.shape))
-            results.append(torch.empty(shape, dtype=like.dtype, device=like.device))
-            if len(bounds) > 1:
-                term = terms.get(getitems.get(index, loop), Term.PROLOGUE)
-                nbytes = results[-1].untyped_storage().nbytes()
-                passing.append(Buffer(f"{spec.name}[{index}]", term, nbytes))
-        self._record(spec.name, backward, *passing)
+                with recorder.making(name, Term.PARAMETER_GRADIENTS):
+                    results[index] = total if result.dtype is None else total.to(result.dtype)
         return tuple(results)
 
-
-def _is_loop(node: Node) -> bool:
-    return isinstance(node.target, StreamLoop)
-
-
-def _storages(values: Any) -> dict[int, int]:
-    """Bytes of the storages of the tensors in ``values``."""
-    found = {}
-    for leaf in pytree.tree_leaves(values):
-        if isinstance(leaf, Tensor):
-            found[storage_id(leaf)] = leaf.untyped_storage().nbytes()
-    return found
+    def _concatenated(self, loop: Node) -> list[Any]:
+        """New tensors for the results that chunks are concatenated to; ``None`` for sums."""
+        getitems = {result.args[1]: result for result in loop.users}
+        results: list[Any] = []
+        for index, (result, like) in enumerate(
+            zip(loop.meta["loop"].results, loop.meta["val"], strict=True)
+        ):
+            if result.buffer is not None:
+                results.append(None)
+                continue
+            node = getitems.get(index, loop)
+            shape = tuple(map(hint_of, like.shape))
+            with self.recorder.making(node.name, self.terms.get(node, Term.PROLOGUE)):
+                results.append(torch.empty(shape, dtype=like.dtype, device=like.device))
+        return results

@@ -16,6 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Set
 from enum import StrEnum
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -23,6 +24,7 @@ from torch.fx import GraphModule, Node
 from ..passes.body import BodyCall, BodyPlan, LoopBody, Ref
 from ..passes.dataflow import is_tangent
 from ..passes.loops import StreamLoop
+from ..passes.lower import CompiledBody
 
 streambp = torch.ops.streambp
 
@@ -58,6 +60,21 @@ _INHERITED = (
     (Term.LAYER_INPUTS, Term.UNSTREAMED),
     (Term.UNSTREAMED, Term.UNSTREAMED),
 )
+
+
+def label_halves(
+    forward: GraphModule, backward: GraphModule | None, parameters: Set[str]
+) -> tuple[dict[Node, Term], dict[Node, Term]]:
+    """`label` of a forward graph and of its backward, if it has one.
+
+    What forward saved has its term in backward; it goes by its name.
+    """
+    terms = label(forward, False, {}, parameters)
+    if backward is None:
+        return terms, {}
+    returned: Any = forward.graph.output_node().args[0]
+    known = {node.name: terms[node] for node in returned if node in terms}
+    return terms, label(backward, True, known, parameters)
 
 
 def label(
@@ -152,6 +169,8 @@ def body_of(loop: Node) -> LoopBody:
         TypeError: the loop has another kind of body.
     """
     body = getattr(loop.graph.owning_module, str(loop.args[0].target))  # type: ignore[union-attr]
+    if isinstance(body, CompiledBody):
+        body = body.body
     if not isinstance(body, LoopBody):
         raise TypeError(f"the body of {loop} is a {type(body).__name__}")
     return body

@@ -18,15 +18,12 @@ from .units import bytes_text, first_few, places_text, share_text, short_source
 
 if TYPE_CHECKING:
     from ..passes.barrier import Barrier
-    from .explanation import ExplainedGraph, Explanation
+    from .explanation import Capture, ExplainedGraph, Explanation
+    from .proofs import AttentionProof
 
 NOTEBOOK_WIDTH = 100
 PASSED = ("chunk", "whole", "past", "sum", "size")
 """The ways in which operands are passed, in the order of a report."""
-SEVERAL_GRAPHS = (
-    "The program breaks into several graphs. The memory of each is counted alone, without what the "
-    "others keep for their backward: a step takes more."
-)
 # A size of its own: with several families browsers do not take their smaller one for monospace.
 _FONT = "font:13px/1.25 Menlo,'DejaVu Sans Mono',consolas,'Courier New',monospace"
 _PRE = f'<pre style="white-space:pre;overflow-x:auto;{_FONT}">{{code}}</pre>'
@@ -63,34 +60,49 @@ def to_notebook(explanation: Explanation) -> str:
 def to_renderable(explanation: Explanation) -> RenderableType:
     """The report as an object that rich prints."""
     parts: list[RenderableType] = [Text(explanation.program, style="bold"), Text()]
-    several = len(explanation.graphs) > 1
-    if several:
-        parts += [Text(SEVERAL_GRAPHS, style="red"), Text()]
-    for number, graph in enumerate(explanation.graphs):
-        if several:
-            parts.append(Text(f"graph {number} of {len(explanation.graphs)}", style="bold"))
-        parts += _graph(graph)
+    captures = explanation.captures
+    for number, capture in enumerate(captures):
+        if len(captures) > 1:
+            parts.append(Text(f"graph {number} of {len(captures)}", style="bold"))
+        parts += _capture(capture)
     parts += _memory(explanation)
     return Group(*parts)
 
 
-def _graph(graph: ExplainedGraph) -> Iterator[RenderableType]:
-    if graph.unstreamed is not None:
-        yield Text(f"Nothing is streamed: {graph.unstreamed}", style="bold red")
-    if graph.regions:
-        yield _titled("Loops, in the order in which they run", _loops(graph))
-        if graph.head_fused:
-            yield Text(f"{_fused_head(graph)}\n")
-        yield _titled("What the loops of each body are given, and its source lines", _given(graph))
-        yield _titled("Why the order of each loop is valid", _reasons(graph))
-    if graph.attentions:
-        yield _titled("Attention", _attentions(graph))
-    if graph.barriers:
-        yield _titled("Barriers: what runs on the whole sequence", _barriers(graph))
-    elif graph.unstreamed is None:
+def _capture(capture: Capture) -> Iterator[RenderableType]:
+    graphs = capture.segments
+    regions = [region for graph in graphs for region in graph.regions]
+    unstreamed = [graph for graph in graphs if graph.unstreamed is not None]
+    barriers = [*capture.barriers, *(barrier for graph in graphs for barrier in graph.barriers)]
+    notes = [*capture.notes, *(note for graph in graphs for note in graph.notes)]
+    proofs = [proof for graph in graphs for proof in graph.attentions]
+    for graph in unstreamed:
+        text = f"othing is streamed: {graph.unstreamed}"
+        start = "N" if len(graphs) == 1 else f"Segments {_numbers(graph.segments)}: n"
+        yield Text(start + text, style="bold red")
+    if regions:
+        yield _titled("Loops, segment by segment; equal segments share them", _loops(graphs))
+        for graph in graphs:
+            if graph.head_fused:
+                yield Text(f"{_fused_head(graph)}\n")
+        yield _titled("What loops of each body are given, and its source lines", _given(regions))
+        yield _titled("Why the order of each loop is valid", _reasons(regions))
+    if proofs:
+        yield _titled("Attention", _attentions(proofs))
+    if barriers:
+        yield _titled("Barriers: what runs on the whole sequence", _barriers(barriers))
+    elif not unstreamed:
         yield Text("Barriers: none, all ops that grow with the sequence are streamed\n")
-    if graph.notes:
-        yield _titled("Notes", Group(*(Text(note) for note in graph.notes)))
+    if notes:
+        yield _titled("Notes", Group(*(Text(note) for note in notes)))
+
+
+def _numbers(segments: Sequence[int]) -> str:
+    """``1``, ``1 to 22``, or ``1, 3, 5``."""
+    first, last = segments[0], segments[-1]
+    if len(segments) > 2 and last - first == len(segments) - 1:
+        return f"{first} to {last}"
+    return ", ".join(map(str, segments))
 
 
 def _titled(title: str, table: RenderableType) -> Group:
@@ -101,27 +113,34 @@ def _table() -> Table:
     return Table(box=None, pad_edge=False, header_style="dim")
 
 
-def _loops(graph: ExplainedGraph) -> Table:
+def _loops(graphs: Sequence[ExplainedGraph]) -> Table:
     """Loops with one body in a row, layers in between left out."""
     table = _table()
     for heading, side in (
         ("loop", "left"),
+        ("segments", "left"),
         ("body", "left"),
         ("ops", "right"),
         ("chunks", "right"),
         ("order", "left"),
     ):
         table.add_column(heading, justify=side, overflow="fold")  # type: ignore[arg-type]
-    shared = Counter(region.body for region in graph.regions)
-    for group in body_runs(graph.regions):
-        region = group[0]
-        table.add_row(
-            _span([member.name for member in group]) + (", head" if region.head else ""),
-            f"{region.body} (x{shared[region.body]})" if shared[region.body] > 1 else region.body,
-            str(region.calls),
-            f"{region.chunks} of <={region.chunk_size}",
-            region.order,
-        )
+    for graph in graphs:
+        shared = Counter(region.body for region in graph.regions)
+        for group in body_runs(graph.regions):
+            region, count = group[0], shared[group[0].body]
+            # Of a graph that is not cut, loops have the numbers.
+            segments = graph.segments if len(group) == 1 else [one.layer for one in group]
+            if len(graphs) == 1 and len(group) == 1:
+                segments = [region.layer]
+            table.add_row(
+                _span([member.name for member in group]) + (", head" if region.head else ""),
+                _numbers(segments),
+                f"{region.body} (x{count})" if count > 1 else region.body,
+                str(region.calls),
+                f"{region.chunks} of <={region.chunk_size}",
+                region.order,
+            )
     return table
 
 
@@ -131,13 +150,13 @@ def _fused_head(graph: ExplainedGraph) -> str:
     return f"The head's backward runs in the loop of its forward, {', '.join(heads)}."
 
 
-def _given(graph: ExplainedGraph) -> Table:
+def _given(regions: Sequence[Region]) -> Table:
     """The operands of the first loop of each body, by how they are passed."""
     table = _table()
     table.add_column("loop", no_wrap=True)
     table.add_column("given", no_wrap=True)
     table.add_column("operands, and the source lines of the ops", overflow="fold")
-    for region in _distinct(graph.regions):
+    for region in _distinct(regions):
         rows = [(how, first_few(names)) for how, names in _operands(region).items()]
         rows.append(("from", places_text(region.sources)))
         for index, (how, names) in enumerate(rows):
@@ -157,7 +176,7 @@ def _operands(region: Region) -> dict[str, list[str]]:
     return found
 
 
-def body_runs(regions: tuple[Region, ...]) -> list[list[Region]]:
+def body_runs(regions: Sequence[Region]) -> list[list[Region]]:
     """Loops with one body and one position in their layer together, in the order of the first.
 
     The loops of a layer alternate where it has several (keys and values, then the rest), so that
@@ -169,7 +188,7 @@ def body_runs(regions: tuple[Region, ...]) -> list[list[Region]]:
     return list(groups.values())
 
 
-def _distinct(regions: tuple[Region, ...]) -> list[Region]:
+def _distinct(regions: Sequence[Region]) -> list[Region]:
     return [group[0] for group in body_runs(regions)]
 
 
@@ -179,21 +198,21 @@ def _span(names: list[str]) -> str:
     return f"{names[0]} ... {names[-1]} ({len(names)})"
 
 
-def _reasons(graph: ExplainedGraph) -> Table:
+def _reasons(regions: Sequence[Region]) -> Table:
     table = _table()
     table.add_column("loops", overflow="fold", max_width=40)
     table.add_column("because", overflow="fold")
     reasons: dict[str, list[str]] = {}
-    for region in graph.regions:
+    for region in regions:
         reasons.setdefault(region.reason, []).append(region.name)
     for reason, names in reasons.items():
         table.add_row(first_few(names), reason)
     return table
 
 
-def _attentions(graph: ExplainedGraph) -> Group:
+def _attentions(proofs: Sequence[AttentionProof]) -> Group:
     groups: dict[tuple[str, int | None, str], list[str]] = {}
-    for proof in graph.attentions:
+    for proof in proofs:
         key = (proof.structure, proof.window, proof.source)
         groups.setdefault(key, []).append(proof.name)
     parts: list[RenderableType] = []
@@ -203,14 +222,14 @@ def _attentions(graph: ExplainedGraph) -> Group:
     return Group(*parts)
 
 
-def _barriers(graph: ExplainedGraph) -> Group:
+def _barriers(barriers: Sequence[Barrier]) -> Group:
     """The ops of each source line under it; the line has the width of the whole."""
     by_source: dict[str, list[Barrier]] = {}
-    for barrier in graph.barriers:
+    for barrier in barriers:
         by_source.setdefault(barrier.source, []).append(barrier)
     parts: list[RenderableType] = []
-    for source, barriers in by_source.items():
-        parts += [Text(short_source(source)), _indented(_ops(barriers))]
+    for source, alike in by_source.items():
+        parts += [Text(short_source(source)), _indented(_ops(alike))]
     return Group(*parts)
 
 

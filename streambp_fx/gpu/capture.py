@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx.node import map_aggregate
 
-from streambp_fx.explaining.trace import trace
+from streambp_fx.explaining.trace import Traced
 from streambp_fx.options import Options
 from streambp_fx.passes.body import BodyPlan, LoopBody
 from streambp_fx.passes.lower import loop_nodes
@@ -27,7 +27,7 @@ def capture_bodies(
     kwargs: Mapping[str, Any],
     options: Options,
 ) -> dict[str, LoopBody]:
-    """The body of each loop by the loop's name, in the order of the loops.
+    """The body of each loop by the loop's name, segment by segment.
 
     Args:
         program: a module, or a function of modules and tensors.
@@ -38,12 +38,15 @@ def capture_bodies(
     Loops of a second graph (after a graph break) are called ``graph1.segment0`` and so on.
     """
     bodies: dict[str, LoopBody] = {}
-    for index, history in enumerate(trace(program, args, kwargs, options)):
-        rewritten = history.graphs.get("rewritten")
-        for node in loop_nodes(rewritten) if rewritten is not None else ():
-            name = node.meta["loop"].name
-            body = getattr(rewritten, str(node.args[0].target))  # type: ignore[union-attr]
-            bodies[f"graph{index}.{name}" if index else name] = body
+    for index, capture in enumerate(Traced(program, args, kwargs, options).captures):
+        first: dict[int, int] = {}
+        for number, history in enumerate(capture.segments):
+            since = number - first.setdefault(id(history), number)
+            rewritten = history.graphs.get("rewritten")
+            for node in loop_nodes(rewritten) if rewritten is not None else ():
+                name = node.meta["loop"].of_later_segment(since).name
+                body = getattr(rewritten, str(node.args[0].target))  # type: ignore[union-attr]
+                bodies[f"graph{index}.{name}" if index else name] = body
     return bodies
 
 

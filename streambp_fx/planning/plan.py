@@ -8,16 +8,15 @@ from typing import Any
 
 from torch import nn
 
-from ..explaining.body_memory import eager_workspace
+from ..explaining.body_memory import Workspace, eager_workspace, remembered
 from ..explaining.peers import CHECKPOINTING, EAGER
-from ..explaining.step_memory import Workspace
-from ..passes.pipeline import History
+from ..explaining.trace import Traced
 from .extrapolate import Curve, piecewise_linear, quadratic, to_layers
 from .lora import adapt
 from .models import build, layer_counts, load_config, with_layers
 from .objectives import PROGRAMS, batch_of
 from .setting import DTYPES, OPTIMIZERS, Setting
-from .timelines import ACTIVATIONS, Timeline, plain_timeline, streamed_history, streamed_timeline
+from .timelines import ACTIVATIONS, Timeline, plain_timeline, streamed_step, streamed_timeline
 
 STREAMED = "streambp"
 WAYS = (EAGER, CHECKPOINTING, STREAMED)
@@ -148,7 +147,7 @@ class _Planner:
         ways: Sequence[str],
     ) -> None:
         self.setting = setting
-        self.workspace = workspace
+        self.workspace = remembered(workspace)  # by all lengths and numbers of layers
         self.layers: int = config.num_hidden_layers
         self.counts = layer_counts(config)
         self.lengths = {way: lengths_of_a_row(way, setting.rows) for way in ways}
@@ -187,20 +186,22 @@ class _Planner:
 
     def streamed(self, chunk_size: int | None, head_chunk_size: int | None) -> WayPlan:
         """The plan for this backend, with the chunk sizes that are given or else chosen."""
-        histories: dict[int, dict[int, History]] = {}
+        traced: dict[int, dict[int, Traced]] = {}
         for tokens in self.lengths[STREAMED]:
-            histories[tokens] = {}
+            traced[tokens] = {}
             for count, model in self.models.items():
                 self._step(STREAMED, count, tokens)
                 batch = batch_of(self.setting, tokens)
-                histories[tokens][count] = streamed_history(self.program, model, batch)
+                traced[tokens][count] = streamed_step(
+                    self.program, model, batch, keeps_gradients=self.setting.keeps_gradients
+                )
 
         def curve(layer_chunk: int, head_chunk: int) -> Curve:
             moments = []
-            for of_length in histories.values():
+            for of_length in traced.values():
                 timelines = {
-                    count: streamed_timeline(history, layer_chunk, head_chunk, self.workspace)
-                    for count, history in of_length.items()
+                    count: streamed_timeline(step, layer_chunk, head_chunk, self.workspace)
+                    for count, step in of_length.items()
                 }
                 moments.append(to_layers(timelines, self.layers))
             return Curve(

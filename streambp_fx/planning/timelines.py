@@ -20,14 +20,14 @@ from torch.fx import GraphModule
 from streambp_fx._torch import FakeTensorMode, ShapeEnv
 
 from ..explaining.allocations import AllocationCounter
-from ..explaining.body_memory import eager_workspace
-from ..explaining.peers import loss_of, rows_not_packed, switch_on_checkpointing
-from ..explaining.step_memory import Buffer, Moment, Workspace, predict
+from ..explaining.body_memory import Workspace, eager_workspace
+from ..explaining.loss import loss_of
+from ..explaining.peers import rows_not_packed, switch_on_checkpointing
+from ..explaining.step_memory import Buffer, Moment
 from ..explaining.terms import Term
-from ..explaining.trace import trace, without_data
+from ..explaining.trace import Traced, without_data
 from ..options import Options
 from ..passes.loops import StreamLoop
-from ..passes.pipeline import History
 
 Terms = Mapping[str, int]
 Program = Callable[[Any, Mapping[str, Tensor]], Any]
@@ -60,27 +60,32 @@ class PlanningError(RuntimeError):
     """The model is not one that can be planned for; the message says why."""
 
 
-def streamed_history(program: Program, model: nn.Module, batch: Mapping[str, Tensor]) -> History:
-    """What the backend makes of the step.
+def streamed_step(
+    program: Program, model: nn.Module, batch: Mapping[str, Tensor], *, keeps_gradients: bool
+) -> Traced:
+    """What the backend makes of the step; ``keeps_gradients`` as of `Setting`.
 
     Raises:
         PlanningError: the step is not one graph, or it is left unstreamed.
     """
-    histories = trace(program, (model, dict(batch)), {}, Options(on_barrier="ignore"))
-    if len(histories) != 1 or "backward" not in histories[0].graphs:
-        raise PlanningError(f"the step is traced as {len(histories)} graphs, not as one")
-    if histories[0].unstreamed is not None:
-        raise PlanningError(f"the step is not streamed: {histories[0].unstreamed}")
-    return histories[0]
+    options = Options(on_barrier="ignore")
+    traced = Traced(program, (model, dict(batch)), {}, options, keeps_gradients=keeps_gradients)
+    if len(traced.captures) != 1:
+        raise PlanningError(f"the step is traced as {len(traced.captures)} graphs, not as one")
+    for segment in traced.captures[0].segments:
+        if segment.unstreamed is not None:
+            raise PlanningError(f"the step is not streamed: {segment.unstreamed}")
+    return traced
 
 
 def streamed_timeline(
-    history: History, chunk_size: int, head_chunk_size: int, workspace: Workspace = eager_workspace
+    traced: Traced, chunk_size: int, head_chunk_size: int, workspace: Workspace = eager_workspace
 ) -> Timeline:
     """The moments of a streamed step at other chunk sizes than those that it was traced with."""
-    for name in ("forward", "backward"):
-        _set_chunk_sizes(history.graphs[name], chunk_size, head_chunk_size)
-    moments = predict(history, workspace).moments
+    for segment in traced.captures[0].segments:
+        for graph_module in segment.graphs.values():
+            _set_chunk_sizes(graph_module, chunk_size, head_chunk_size)
+    moments = traced.memory(workspace).moments
     return Timeline(
         _instants([moment for moment in moments if not moment.backward]),
         _instants([moment for moment in moments if moment.backward]),
