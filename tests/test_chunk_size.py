@@ -12,6 +12,7 @@ from streambp_fx.passes.axes import Axes, Kind
 from streambp_fx.passes.chunk_size import (
     FEWEST_TOKENS,
     TOKENS,
+    TOKENS_OF_HEADS_CPU,
     TOKENS_OF_LARGE_HEADS,
     WIDEST_BYTES,
     WIDEST_BYTES_CPU,
@@ -55,16 +56,25 @@ def test_wide_values_get_fewer_tokens(device: str, most: int) -> None:
     assert sizes.choose([layer, head]) == most // (250_000 * 4) < TOKENS
 
 
-@pytest.mark.parametrize("width", [300, 900])
-def test_logits_may_be_as_large_as_the_weight(width: int) -> None:
+@pytest.mark.parametrize(
+    ("device", "width", "tokens"),
+    [
+        ("meta", 300, 300),
+        ("meta", 900, TOKENS_OF_LARGE_HEADS),
+        ("cpu", 120, 120),
+        ("cpu", 300, TOKENS_OF_HEADS_CPU),
+    ],
+)
+def test_logits_may_be_as_large_as_the_weight(device: str, width: int, tokens: int) -> None:
     vocab = 250_000
-    x, w = torch.zeros(1, LENGTH, width), torch.zeros(vocab, width)
+    x = torch.zeros(1, LENGTH, width, device=device)
+    w = torch.zeros(vocab, width, device=device)
     graph = forward_graph(F.linear, x, w)
     axes = axes_of(graph, Streamed(1), None, length=LENGTH, parameters=[1])
     assert vocab * width * 4 > WIDEST_BYTES_CPU
     sizes = chunk_sizes(axes, list(graph.nodes), 1, None, None)
     nodes = [node for node in graph.nodes if axes.kind.get(node) is Kind.STREAMED]
-    assert sizes.choose(nodes) == min(width, TOKENS_OF_LARGE_HEADS)
+    assert sizes.choose(nodes) == tokens
 
 
 def test_zeros_as_long_as_the_sequence_are_no_weight() -> None:
