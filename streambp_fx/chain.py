@@ -87,11 +87,7 @@ def compile_chain(
                 # Positions and the like, which read no weight, are no faster in loops.
                 if any(map(is_trained, (*values, *results))):
                     inputs = [given.get(one, fakes[one]) for one in node.args]
-                    inputs = [
-                        value.detach() if index in unused else value
-                        for index, value in enumerate(inputs)
-                    ]
-                    one = compile_segment(module, inputs, len(found))
+                    one = compile_segment(module, _detached(inputs, unused), len(found))
                 compiled[key] = _Segment(one, results, unused)
             segment = compiled[key]
             _detach(node, segment.unused)
@@ -149,6 +145,10 @@ def _without_gradient(values: Sequence[Any], results: Sequence[Any]) -> frozense
         for index, value in enumerate(values)
         if isinstance(value, Tensor) and value.requires_grad and id(value) not in leaves
     )
+
+
+def _detached(values: Sequence[Any], unused: frozenset[int]) -> list[Any]:
+    return [value.detach() if index in unused else value for index, value in enumerate(values)]
 
 
 def _detach(call: Node, unused: frozenset[int]) -> None:
