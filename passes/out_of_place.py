@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from streambp_fx._torch import FakeTensor, enable_python_dispatcher, pytree, statically_known_true
+from streambp_fx._torch import FakeTensor, enable_python_dispatcher, statically_known_true
 
 from .dynamo_calls import example_of
 from .mode_regions import nodes_with_modes
@@ -151,18 +151,17 @@ def _run_again(graph: Graph, affected: set[int], values: set[Node]) -> None:
             example = _memory_like(before)
         else:
             example = _viewed_again(node)
-        for one, old in zip(*map(pytree.tree_leaves, (example, before)), strict=True):
-            if isinstance(one, Tensor) and one.is_leaf:
-                one.requires_grad_(old.requires_grad)
         node.meta["example_value"] = example
         again.add(node)
 
 
 def _memory_like(value: FakeTensor) -> Tensor:
-    with value.fake_mode:
-        return torch.empty_strided(
+    with value.fake_mode, torch.enable_grad():
+        like = torch.empty_strided(
             value.shape, value.stride(), dtype=value.dtype, device=value.device
         )
+        # No leaf, which could not be written in place.
+        return like.requires_grad_().clone() if value.requires_grad else like
 
 
 def _viewed_again(node: Node) -> Any:
@@ -171,5 +170,5 @@ def _viewed_again(node: Node) -> Any:
     target: Any = node.target
     if node.op == "call_method":
         target, args = getattr(args[0], target), args[1:]
-    with torch.no_grad(), enable_python_dispatcher():
+    with torch.enable_grad(), enable_python_dispatcher():
         return target(*args, **kwargs)

@@ -116,6 +116,22 @@ def test_writes_that_something_else_sees_stay(program: Callable[..., Any]) -> No
     assert _ops(after.graph) == _ops(before)
 
 
+def test_a_view_may_be_written_before_what_it_is_of() -> None:
+    def program(x: Tensor) -> Tensor:
+        h = x * 2
+        row = h.view(-1)
+        row += 1
+        h += 1
+        return h.sin().sum()
+
+    x = X.clone().requires_grad_()
+    before, after = _graphs(program, x)
+    assert "iadd" in _ops(before)
+    torch.testing.assert_close(after(x)[0], program(x), rtol=0, atol=0)
+    (got,), (want,) = (torch.autograd.grad(value, x) for value in (after(x)[0], program(x)))
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
 def test_views_and_writes_after_a_new_value_are_of_its_memory() -> None:
     def program(x: Tensor) -> Tensor:
         h = x * 2
