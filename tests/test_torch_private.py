@@ -24,6 +24,7 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
         "saved_sym_nodes",
         "num_fwd_outputs",
     ),
+    "active_fake_mode": (),
     "aot_autograd": ("kwargs",),
     "aot_function": ("fn", "fw_compiler", "bw_compiler", "decompositions"),
     "compile_fx_inner": ("gm", "example_inputs"),
@@ -95,3 +96,7 @@ def test_a_backward_tells_whether_it_may_run_again(keep: bool) -> None:
 
     Ask.apply(torch.ones((), requires_grad=True)).backward(retain_graph=keep)
     assert said == [keep] and _torch.backward_may_run_again()
+
+
+def test_backward_graphs_can_be_compiled_at_once() -> None:
+    assert _torch.functorch_config.force_non_lazy_backward_lowering is False
