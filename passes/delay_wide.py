@@ -24,14 +24,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 from torch.fx import Node
 
+from .flow import Flow
 from .value_bytes import bytes_alive
-
-if TYPE_CHECKING:
-    from .waists import Flow
 
 
 def delay_wide_values(flow: Flow) -> list[Node]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -98,6 +98,14 @@ class History:
             copied = Graph()
             copied.output(copied.graph_copy(graph_module.graph, {}))
             self.graphs[name] = GraphModule(graph_module, copied)
+
+
+def distinct(segments: Sequence[History]) -> list[tuple[History, tuple[int, ...]]]:
+    """What was found in each distinct segment, and the numbers of those that share it, in order."""
+    numbers: dict[int, list[int]] = {}
+    for number, one in enumerate(segments):
+        numbers.setdefault(id(one), []).append(number)
+    return [(segments[shared[0]], tuple(shared)) for shared in numbers.values()]
 
 
 def timed(history: History, name: str, run: Callable[[], T]) -> T:

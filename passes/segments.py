@@ -25,11 +25,13 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.passes.split_module import split_module
 
 from .dataflow import ancestors
+from .delay_wide import delay_wide_values
 from .dynamo_calls import example_of
+from .flow import ATTENTION, Flow, read_flow
 from .mode_regions import copied_in_modes
 from .rules.spec import Size
 from .value_bytes import bytes_alive
-from .waists import ATTENTION, Flow, find_waists, read_flow
+from .waists import find_waists
 
 PROLOGUE = 0
 
@@ -56,6 +58,7 @@ def split_segments(graph_module: GraphModule, notes: list[str]) -> Chain | None:
     before all segments, if anything is), ``submod_1`` and so on; each returns a tuple.
     """
     flow = read_flow(graph_module.graph)
+    flow.put_in_order(delay_wide_values(flow))
     waists = find_waists(flow, notes)
     if not waists:
         return None

@@ -30,9 +30,9 @@ from streambp_fx._torch import (
     to_fake_tensor,
 )
 
+from .passes.flow import is_trained
 from .passes.history import History
 from .passes.rules.sizes import expr_of
-from .passes.waists import is_trained
 
 Compiled = tuple[Callable[..., Any], History]
 CompileSegment = Callable[[GraphModule, Sequence[Any], int], Compiled]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .passes.barrier import Barrier
+from .passes.history import distinct
 from .passes.loops import LoopSpec
 from .passes.pipeline import History
 
@@ -51,15 +52,17 @@ class Report:
             captured: what the passes on Dynamo's graph found.
             segments: what was found in each segment, in order; equal ones share it.
         """
-        distinct = list({id(one): one for one in segments}.values())
-        every = [captured, *distinct]
+        shared = distinct(segments)
+        parts = [one for one, _ in shared]
+        which = {number: i for i, (_, numbers) in enumerate(shared) for number in numbers}
+        every = [captured, *parts]
         seconds: dict[str, float] = {}
         for one in every:
             for name, spent in one.seconds.items():
                 seconds[name] = seconds.get(name, 0.0) + spent
         barriers = [barrier for one in every for barrier in one.barriers]
-        whole = [one.unstreamed for one in distinct if one.unstreamed is not None]
-        if len(whole) < len(distinct):
+        whole = [one.unstreamed for one in parts if one.unstreamed is not None]
+        if len(whole) < len(parts):
             barriers += [Barrier("a segment", "", reason) for reason in whole]
             whole = []
         return cls(
@@ -68,9 +71,9 @@ class Report:
             next((one for one in (captured.unstreamed, *whole) if one is not None), None),
             seconds,
             tuple(note for one in every for note in one.notes),
-            any(one.head_fused for one in distinct),
-            max((one.tokens for one in distinct), default=0),
-            tuple(distinct.index(one) for one in segments),
+            any(one.head_fused for one in parts),
+            max((one.tokens for one in parts), default=0),
+            tuple(which[number] for number in range(len(segments))),
         )
 
     def problems(self) -> list[str]:
@@ -115,20 +118,15 @@ class Report:
 
 def _loops(segments: Sequence[History]) -> list[LoopSpec]:
     """The loops of all segments, in the order in which they run."""
-    halves: dict[bool, list[list[LoopSpec]]] = {False: [], True: []}
-    first: dict[int, int] = {}
-    for number, one in enumerate(segments):
-        since = number - first.setdefault(id(one), number)
-        for backward, found in halves.items():
-            found.append(
-                [
-                    loop.of_later_segment(since)
-                    for loop in one.loops
-                    if loop.place.backward is backward
-                ]
-            )
-    in_order = [*halves[False], *reversed(halves[True])]
-    return [loop for loops in in_order for loop in loops]
+    first = {number: numbers[0] for _, numbers in distinct(segments) for number in numbers}
+    in_order = list(enumerate(segments))
+    return [
+        loop.of_later_segment(number - first[number])
+        for backward, order in ((False, in_order), (True, in_order[::-1]))
+        for number, one in order
+        for loop in one.loops
+        if loop.place.backward is backward
+    ]
 
 
 def _count(number: int, word: str) -> str:

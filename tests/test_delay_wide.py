@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from streambp_fx.passes.delay_wide import delay_wide_values
+from streambp_fx.passes.flow import ATTENTION, Flow, read_flow
 from streambp_fx.passes.normalize_attention import normalize_attention
-from streambp_fx.passes.waists import ATTENTION, Flow, find_waists, read_flow
+from streambp_fx.passes.waists import find_waists
 
 B, HEADS, T, D, V = 2, 2, 5, 4, 97
 X = torch.zeros(B, HEADS, T, D, requires_grad=True)
@@ -52,7 +54,9 @@ def _flow(program: Callable[..., Any], w: Tensor) -> Flow:
 
     def backend(graph_module: GraphModule, _: Any) -> Callable[..., Any]:
         normalize_attention(graph_module)
-        found.append(read_flow(graph_module.graph))
+        flow = read_flow(graph_module.graph)
+        flow.put_in_order(delay_wide_values(flow))
+        found.append(flow)
         return graph_module.forward
 
     torch._dynamo.reset()

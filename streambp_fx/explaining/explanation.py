@@ -16,6 +16,7 @@ from ..backend import Compilation
 from ..options import parse_options
 from ..passes.barrier import Barrier
 from ..passes.causal_masks import MaskReport
+from ..passes.history import distinct
 from ..passes.pipeline import History
 from .body_memory import CompiledWorkspace, Workspace, eager_workspace
 from .body_text import bodies
@@ -272,16 +273,10 @@ def explain(
 
 
 def _capture(compilation: Compilation) -> Capture:
-    segments: dict[int, list[int]] = {}
-    for number, history in enumerate(compilation.segments):
-        segments.setdefault(id(history), []).append(number)
     found = compilation.history
     return Capture(
         dict(found.graphs),
-        tuple(
-            _explained(compilation.segments[numbers[0]], tuple(numbers))
-            for numbers in segments.values()
-        ),
+        tuple(_explained(*shared) for shared in distinct(compilation.segments)),
         tuple(found.barriers),
         tuple(found.notes),
         dict(found.seconds),

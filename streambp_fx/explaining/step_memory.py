@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 
+from ..passes.history import distinct
 from ..passes.loops import StreamLoop, chunk_bounds, chunk_inputs, chunk_ranges
 from ..passes.lower import interpreter
 from ..passes.pipeline import History
@@ -89,11 +90,9 @@ class StepRecorder(AllocationCounter):
 
     def expect(self, segments: Sequence[History]) -> None:
         """Let the graphs of a chain run while this records: what was found in its segments."""
-        found: dict[int, _Segment] = {}
-        for number, history in enumerate(segments):
-            segment = found.setdefault(id(history), _Segment(history, number))
-            segment.to_run.append(number)
-        self.expected += found.values()
+        self.expected += [
+            _Segment(history, numbers[0], list(numbers)) for history, numbers in distinct(segments)
+        ]
 
     def segment_of(self, graph_module: GraphModule) -> _Segment:
         """The segment of which a graph is the forward or the backward."""

@@ -18,6 +18,7 @@ from torch.fx.node import map_aggregate
 from streambp_fx.explaining.trace import Traced
 from streambp_fx.options import Options
 from streambp_fx.passes.body import BodyPlan, LoopBody
+from streambp_fx.passes.history import distinct
 from streambp_fx.passes.lower import loop_nodes
 
 
@@ -27,7 +28,7 @@ def capture_bodies(
     kwargs: Mapping[str, Any],
     options: Options,
 ) -> dict[str, LoopBody]:
-    """The body of each loop by the loop's name, segment by segment.
+    """The body of each loop by the loop's name, loops that share one together.
 
     Args:
         program: a module, or a function of modules and tensors.
@@ -39,14 +40,13 @@ def capture_bodies(
     """
     bodies: dict[str, LoopBody] = {}
     for index, capture in enumerate(Traced(program, args, kwargs, options).captures):
-        first: dict[int, int] = {}
-        for number, history in enumerate(capture.segments):
-            since = number - first.setdefault(id(history), number)
+        for history, numbers in distinct(capture.segments):
             rewritten = history.graphs.get("rewritten")
             for node in loop_nodes(rewritten) if rewritten is not None else ():
-                name = node.meta["loop"].of_later_segment(since).name
                 body = getattr(rewritten, str(node.args[0].target))  # type: ignore[union-attr]
-                bodies[f"graph{index}.{name}" if index else name] = body
+                for number in numbers:
+                    name = node.meta["loop"].of_later_segment(number - numbers[0]).name
+                    bodies[f"graph{index}.{name}" if index else name] = body
     return bodies
 
 

@@ -27,6 +27,7 @@ from ..explaining.step_memory import Buffer, Moment
 from ..explaining.terms import Term
 from ..explaining.trace import Traced, without_data
 from ..options import Options
+from ..passes.history import distinct
 from ..passes.loops import StreamLoop
 
 Terms = Mapping[str, int]
@@ -82,9 +83,10 @@ def streamed_timeline(
     traced: Traced, chunk_size: int, head_chunk_size: int, workspace: Workspace = eager_workspace
 ) -> Timeline:
     """The moments of a streamed step at other chunk sizes than those that it was traced with."""
-    for segment in traced.captures[0].segments:
-        for graph_module in segment.graphs.values():
-            _set_chunk_sizes(graph_module, chunk_size, head_chunk_size)
+    for history, _ in distinct(traced.captures[0].segments):
+        for name in ("forward", "backward"):  # there is no backward of what has no gradient
+            if name in history.graphs:
+                _set_chunk_sizes(history.graphs[name], chunk_size, head_chunk_size)
     moments = traced.memory(workspace).moments
     return Timeline(
         _instants([moment for moment in moments if not moment.backward]),
